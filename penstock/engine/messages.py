@@ -1,0 +1,141 @@
+"""The frames that pass between API workers and the engine process.
+
+msgspec structs, MessagePack on the wire, one ZeroMQ message per frame. Every frame is tagged by its type's name.
+"""
+
+import msgspec
+
+from penstock.request import FinishReason, SamplingParams
+
+# ---------------------------------------------------------------- client to engine
+
+
+class Submit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Run this prompt. Every submitted request ends with exactly one event whose `finish` is set."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    arrival: float  # time.monotonic() when the caller's bytes were read; same clock in all local processes
+    tenant: str = ""
+    adapter: str = ""
+    priority: int = 0  # larger runs earlier
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """Stop these requests; each still ends with an event (`FinishReason.ABORT`) unless it had ended."""
+
+    request_ids: list[str]
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """A client is there; answered with `EngineInfo` as soon as the engine can serve."""
+
+
+class Goodbye(msgspec.Struct, tag=True, frozen=True):
+    """Client `identity` is gone (said by itself or by the supervisor that reaped it): drop all its requests."""
+
+    identity: bytes
+
+
+class Shutdown(msgspec.Struct, tag=True, frozen=True):
+    """End the engine process now."""
+
+
+ToEngine = Submit | Abort | Hello | Goodbye | Shutdown
+
+# ---------------------------------------------------------------- engine to client
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """One token's log-probability under the model's own distribution, and the best alternatives."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class TokenEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What one step gave one request. The last one carries `finish`."""
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] | None = None  # one for each of token_ids, when asked for
+    prompt_logprobs: list[float | None] | None = None  # once, with the first token; the first entry is None
+    num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    finish: FinishReason | None = None
+    stop_token: int | None = None  # the token that ended it, where one did; it is the last of token_ids
+    error_code: str | None = None
+    error: str | None = None  # a sentence from the catalogue, when finish is ERROR
+    retry_after_seconds: float | None = None
+
+
+class Events(msgspec.Struct, tag=True, frozen=True):
+    """All events of one step for one client: tokens that wait together leave together."""
+
+    events: list[TokenEvent]
+
+
+class EngineInfo(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """What a client must know of the engine. `epoch` changes when the engine restarts."""
+
+    epoch: str
+    max_context_tokens: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    num_blocks: int
+    block_tokens: int
+    device: str
+    timeline: list[tuple[str, float]]  # (phase, seconds) from process start to ready
+    settings: list[tuple[str, str, str]]  # (option, value, why), as `penstock explain` prints them
+
+
+class Histogram(msgspec.Struct, frozen=True):
+    """A cumulative histogram: counts[i] observations were ≤ bounds[i]; the last count has no bound."""
+
+    bounds: list[float]
+    counts: list[int]
+    total: float
+
+
+class EngineStats(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Counters since the engine started and gauges of this moment. Sent at least every `STATS_SECONDS`."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_used_blocks: int = 0  # held by requests
+    num_cached_blocks: int = 0  # free but still named: a hit may revive them
+    num_steps: int = 0
+    last_step_monotonic: float | None = None  # when the last step ended; None before the first
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    num_preemptions: int = 0
+    num_finished: dict[str, int] = {}  # by FinishReason
+    num_refused: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    histograms: dict[str, Histogram] = {}  # ttft_seconds, time_per_output_token_seconds, e2e_seconds, queue_seconds, step_seconds
+
+
+ToClient = Events | EngineInfo | EngineStats
+
+STATS_SECONDS = 0.5
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_to_client = msgspec.msgpack.Decoder(ToClient)
+
+
+def encode(message: ToEngine | ToClient) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_engine(frame: bytes) -> ToEngine:
+    return _to_engine.decode(frame)
+
+
+def decode_to_client(frame: bytes) -> ToClient:
+    return _to_client.decode(frame)

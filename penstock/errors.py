@@ -1,0 +1,111 @@
+"""Every error Penstock raises on purpose.
+
+    PenstockError
+    ├── ConfigError          an option is wrong: names the option, the value and what would be right
+    ├── ModelError           a model cannot be used: names the file and, where there is one, the tensor
+    │   └── ModelNotFound    no such alias, folder, file or hub id
+    ├── RequestError         the caller's request is wrong; never the server's fault
+    │   ├── InvalidParameter     a parameter's type, range or combination
+    │   ├── UnknownModel         the model asked for is not served here
+    │   ├── ContextTooLong       prompt (plus wanted output) exceeds the context
+    │   └── BodyTooLarge         the HTTP body exceeds the limit
+    ├── Overloaded           the queue is full; try again after `retry_after_seconds`
+    ├── EngineUnavailable    the engine is starting, restarting or gone
+    └── EngineFailed         the engine failed while it worked on this request
+
+`code` is stable and part of the API; texts are not. HTTP statuses belong to `protocol.errors`.
+"""
+
+from typing import ClassVar
+
+
+class PenstockError(Exception):
+    """Base of all errors that carry a sentence a person can act on."""
+
+    code: ClassVar[str] = "internal_error"
+
+
+class ConfigError(PenstockError):
+    code = "invalid_option"
+
+    def __init__(self, option: str, value: object, right: str) -> None:
+        super().__init__(f"{option}: {value!r} is not usable; {right}")
+        self.option = option
+        self.value = value
+
+
+class ModelError(PenstockError):
+    code = "model_error"
+
+    def __init__(self, message: str, *, file: str | None = None, tensor: str | None = None) -> None:
+        where = ", ".join(
+            part for part in (f"file {file}" if file else "", f"tensor {tensor}" if tensor else "") if part
+        )
+        super().__init__(f"{where}: {message}" if where else message)
+        self.file = file
+        self.tensor = tensor
+
+
+class ModelNotFound(ModelError):
+    code = "model_not_found"
+
+
+class RequestError(PenstockError):
+    code = "invalid_request"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidParameter(RequestError):
+    code = "invalid_parameter"
+
+    def __init__(self, param: str, value: object, right: str) -> None:
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        super().__init__(f"{param}: {shown} is not usable; {right}", param=param)
+
+
+class UnknownModel(RequestError):
+    code = "model_not_found"
+
+    def __init__(self, model: str, served: list[str]) -> None:
+        super().__init__(f"model {model[:200]!r} is not served here; served: {', '.join(served)}", param="model")
+
+
+class ContextTooLong(RequestError):
+    code = "context_length_exceeded"
+
+    def __init__(self, num_tokens: int, max_tokens: int, *, what: str = "the prompt") -> None:
+        super().__init__(
+            f"{what} has {num_tokens} tokens, but the longest context here is {max_tokens} tokens, "
+            "and at least one token must be left for the answer",
+            param="messages",
+        )
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
+
+
+class BodyTooLarge(RequestError):
+    code = "body_too_large"
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(f"the request body is larger than the limit of {max_bytes} bytes")
+
+
+class Overloaded(PenstockError):
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class EngineUnavailable(PenstockError):
+    code = "engine_unavailable"
+
+
+class EngineFailed(PenstockError):
+    code = "engine_failed"

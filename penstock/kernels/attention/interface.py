@@ -1,0 +1,72 @@
+"""What an attention backend must do, and what one step tells it.
+
+Knows tensors, blocks and lengths. Never hears of a request.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What is fixed for one layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None  # a token sees itself and the window - 1 before it; None: all
+    softcap: float | None = None
+
+
+@dataclass(slots=True)
+class AttentionStep:
+    """One step's layout. Tokens of all slices are packed in the order of the slices.
+
+    The first `num_decodes` slices have exactly one token each; the rest may have any number.
+    """
+
+    num_decodes: int
+    query_starts: list[int]  # [slices + 1] where each slice's tokens begin in the packed batch
+    context_lens: list[int]  # [slices] tokens visible to the slice's last token, itself included
+    slots: Tensor  # [tokens] int64: block * block_tokens + offset, where each token's key and value go
+    block_tables: Tensor  # [slices, max_blocks_in_step] int32, on the device; entries past a slice's end are 0
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """What a backend can run: data, so that choosing one needs no calls."""
+
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    head_dims: frozenset[int] | None = None  # None: any
+    window: bool = True
+    softcap: bool = True
+
+
+class AttentionBackend(ABC):
+    """One way to run paged attention on one device.
+
+    The KV pool is one tensor per layer, [2, blocks, block_tokens, kv_heads, head_dim]: keys, then values.
+    """
+
+    supports: ClassVar[Capability]
+
+    def __init__(self, layers: list[LayerAttention], kv_pool: list[Tensor]) -> None:
+        self.layers = layers
+        self.kv_pool = kv_pool
+
+    @abstractmethod
+    def prepare(self, step: AttentionStep) -> None:
+        """Build per-step metadata once, before any layer runs."""
+
+    @abstractmethod
+    def run(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """Write k and v to the cache and attend.
+
+        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. Returns [tokens, heads * head_dim].
+        """

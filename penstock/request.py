@@ -1,0 +1,91 @@
+"""What a caller asks of the engine, and how it may end.
+
+Shared by every layer. Knows nothing of HTTP, tokens' text or tensors.
+"""
+
+import enum
+import math
+
+import msgspec
+
+from penstock.errors import InvalidParameter
+
+MAX_LOGPROBS = 20
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended. Exactly one per request."""
+
+    STOP = "stop"  # an end-of-text token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens or the context's end
+    ABORT = "abort"  # the caller went away or asked for it
+    ERROR = "error"  # the engine could not go on with this request
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to choose tokens and when to stop. `validate()` before use.
+
+    Stop strings are text and so belong to whoever detokenises; the engine itself stops on token ids only.
+    """
+
+    max_tokens: int | None = None  # None: up to the end of the context
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; 0: the chosen token's; k: and the k best
+    prompt_logprobs: bool = False  # the log-probability of each prompt token given those before it
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise InvalidParameter for the first value the engine cannot honour."""
+        _check_range("temperature", self.temperature, 0.0, 2.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        if self.max_tokens is not None and not 1 <= self.max_tokens < 2**31:
+            raise InvalidParameter("max_tokens", self.max_tokens, "give an integer of at least 1")
+        if not 0 <= self.min_tokens < 2**31:
+            raise InvalidParameter("min_tokens", self.min_tokens, "give an integer of at least 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameter("min_tokens", self.min_tokens, f"give at most max_tokens ({self.max_tokens})")
+        if not 0 <= self.top_k < 2**31:
+            raise InvalidParameter("top_k", self.top_k, "give an integer of at least 0 (0: no limit)")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise InvalidParameter("seed", self.seed, "give a 64-bit integer")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise InvalidParameter("top_logprobs", self.logprobs, f"give an integer from 0 to {MAX_LOGPROBS}")
+        for token_id, bias in self.logit_bias.items():
+            _check_token("logit_bias", token_id, vocab_size)
+            _check_range("logit_bias", bias, -100.0, 100.0)
+        for token_id in self.stop_token_ids:
+            _check_token("stop_token_ids", token_id, vocab_size)
+
+
+def _check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
+        bounds = f"over {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
+        raise InvalidParameter(name, value, f"give a number {bounds}")
+
+
+def _check_token(name: str, token_id: int, vocab_size: int) -> None:
+    if not 0 <= token_id < vocab_size:
+        raise InvalidParameter(name, token_id, f"give token ids from 0 to {vocab_size - 1}")
