@@ -6,12 +6,22 @@
     │   └── ModelNotFound    no such alias, folder, file or hub id
     ├── RequestError         the caller's request is wrong; never the server's fault
     │   ├── InvalidParameter     a parameter's type, range or combination
+    │   ├── UnsupportedParameter     a parameter that exists but that this server cannot honour
     │   ├── UnknownModel         the model asked for is not served here
     │   ├── ContextTooLong       prompt (plus wanted output) exceeds the context
-    │   └── BodyTooLarge         the HTTP body exceeds the limit
+    │   ├── TemplateFailed       the chat template is missing, refused the messages or broke its limits
+    │   ├── MalformedBody        the HTTP body is not JSON
+    │   ├── BodyTooLarge         the HTTP body exceeds the limit
+    │   ├── WrongMediaType       the HTTP body is not declared to be JSON
+    │   ├── NotAuthenticated     no API key, or one that is not known
+    │   ├── NotPermitted         the API key does not open this route
+    │   ├── RouteNotFound        no such path
+    │   └── MethodNotAllowed     the path exists, the method does not
     ├── Overloaded           the queue is full; try again after `retry_after_seconds`
     ├── EngineUnavailable    the engine is starting, restarting or gone
-    └── EngineFailed         the engine failed while it worked on this request
+    │   └── NotReady             this server should not be sent work now
+    ├── EngineFailed         the engine failed while it worked on this request
+    └── RemoteError          a server that we are a client of cannot be reached or refused
 
 `code` is stable and part of the API; texts are not. HTTP statuses belong to `protocol.errors`.
 """
@@ -68,6 +78,13 @@ class InvalidParameter(RequestError):
         super().__init__(f"{param}: {shown} is not usable; {right}", param=param)
 
 
+class UnsupportedParameter(RequestError):
+    code = "unsupported_parameter"
+
+    def __init__(self, param: str, right: str) -> None:
+        super().__init__(f"{param} is not supported; {right}", param=param)
+
+
 class UnknownModel(RequestError):
     code = "model_not_found"
 
@@ -78,14 +95,24 @@ class UnknownModel(RequestError):
 class ContextTooLong(RequestError):
     code = "context_length_exceeded"
 
-    def __init__(self, num_tokens: int, max_tokens: int, *, what: str = "the prompt") -> None:
+    def __init__(
+        self, num_tokens: int, max_tokens: int, *, what: str = "the prompt", param: str = "messages"
+    ) -> None:
         super().__init__(
             f"{what} has {num_tokens} tokens, but the longest context here is {max_tokens} tokens, "
             "and at least one token must be left for the answer",
-            param="messages",
+            param=param,
         )
         self.num_tokens = num_tokens
         self.max_tokens = max_tokens
+
+
+class TemplateFailed(RequestError):
+    code = "chat_template_failed"
+
+
+class MalformedBody(RequestError):
+    code = "invalid_json"
 
 
 class BodyTooLarge(RequestError):
@@ -93,6 +120,26 @@ class BodyTooLarge(RequestError):
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__(f"the request body is larger than the limit of {max_bytes} bytes")
+
+
+class WrongMediaType(RequestError):
+    code = "unsupported_media_type"
+
+
+class NotAuthenticated(RequestError):
+    code = "invalid_api_key"
+
+
+class NotPermitted(RequestError):
+    code = "permission_denied"
+
+
+class RouteNotFound(RequestError):
+    code = "route_not_found"
+
+
+class MethodNotAllowed(RequestError):
+    code = "method_not_allowed"
 
 
 class Overloaded(PenstockError):
@@ -107,5 +154,13 @@ class EngineUnavailable(PenstockError):
     code = "engine_unavailable"
 
 
+class NotReady(EngineUnavailable):
+    code = "not_ready"
+
+
 class EngineFailed(PenstockError):
     code = "engine_failed"
+
+
+class RemoteError(PenstockError):
+    code = "remote_error"

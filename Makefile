@@ -1,0 +1,58 @@
+# `make serve` serves the default model; `make test` runs what CI runs. Both set themselves up first.
+#
+#   make serve ARGS="--port 9000"          options for `penstock serve`
+#   make serve PYTHON=python3.12           the Python the environment is made from
+#   make serve TORCH="torch==2.12.0"       the torch build to install, as pip writes it
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
+# A stamp is named after the torch it stands for: another TORCH installs again.
+INSTALLED := $(VENV)/.installed-$(subst =,,$(subst /,_,$(firstword $(TORCH))))
+INSTALLED_TEST := $(INSTALLED)-test
+
+.PHONY: help serve test test-slow clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make serve       install Penstock into $(VENV), fetch the default model and serve it (ARGS=\"--port 9000\")"
+	@echo "make test        lint, types and the whole test suite: what CI runs"
+	@echo "make test-slow   the tests that take minutes"
+	@echo "make clean       remove $(VENV) and caches"
+
+serve: $(INSTALLED)
+	@exec $(VENV)/bin/penstock serve $(ARGS)
+
+test: $(INSTALLED_TEST)
+	@PATH="$(abspath $(VENV))/bin:$$PATH" scripts/check
+
+test-slow: $(INSTALLED_TEST)
+	@exec $(VENV)/bin/python -m pytest -m slow
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# The environment is complete only when pip is in it, so that an interrupted run is made anew.
+$(VENV)/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Penstock needs Python 3.11 or newer; name one: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "penstock: creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv --clear $(VENV) || \
+		{ echo "$(PYTHON) cannot create an environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+
+# torch comes first and alone, so that the build named by TORCH is the one that stays.
+$(INSTALLED): pyproject.toml | $(VENV)/bin/pip
+	@rm -f $(VENV)/.installed*
+	@echo "penstock: installing $(TORCH) (the largest part; minutes on a slow line)"
+	@$(PIP) install $(TORCH)
+	@echo "penstock: installing penstock and what it needs"
+	@$(PIP) install --editable .
+	@touch $@
+
+$(INSTALLED_TEST): pyproject.toml $(INSTALLED)
+	@echo "penstock: installing the test tools"
+	@$(PIP) install --editable '.[test]'
+	@touch $@

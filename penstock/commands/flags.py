@@ -1,0 +1,94 @@
+"""Command-line flags made from the table of options.
+
+The table in `penstock.config` is the one place where an option is written; here each becomes a flag in its group's
+panel. Values stay text: `gather` checks them, so that a flag, an environment variable and a file entry fail alike.
+"""
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.config import Options, flag, gather
+
+CONFIG_HELP = "TOML file of options, named as the flags are"
+
+_Field = dataclasses.Field[Any]
+
+
+def takes_options(*names: str, model_is_argument: bool = True) -> Callable[[Callable[..., int]], Callable[..., None]]:
+    """Give a command the named options (none named: all of them), gathered into its argument `sourced`.
+
+    `model`, where it is among them, is the command's first argument or, if not `model_is_argument`, a flag like the
+    others. The command's other parameters stay its own. It returns the exit status.
+    """
+    fields = [item for item in dataclasses.fields(Options) if not names or item.name in names]
+
+    def decorate(command: Callable[..., int]) -> Callable[..., None]:
+        own = [item for item in inspect.signature(command).parameters.values() if item.name != "sourced"]
+        made = [_parameter(item, model_is_argument) for item in fields]
+        config = inspect.Parameter(
+            "config",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[Path | None, typer.Option(metavar="FILE", help=CONFIG_HELP, show_default=False)],
+        )
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            file = values.pop("config")
+            given = {item.name: values.pop(item.name) for item in fields}
+            status = command(sourced=gather(given, file=file), **values)
+            if status:
+                raise typer.Exit(status)
+
+        # The command's own parameters come first: they are what the command is about.
+        parameters = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in own] + made + [config]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {item.name: item.annotation for item in parameters}
+        return run
+
+    return decorate
+
+
+def _parameter(item: _Field, model_is_argument: bool) -> inspect.Parameter:
+    """Return the typer parameter of one option. Not given is None, whatever the option's default."""
+    default = "auto" if item.default is None else str(item.default).lower() if _is_bool(item) else str(item.default)
+    text = f"{item.metadata['help']} (default: {default})"
+    annotation: Any
+    if item.name == "model" and model_is_argument:
+        annotation = Annotated[str | None, typer.Argument(help=text, show_default=False)]
+    elif _is_bool(item):
+        annotation = Annotated[bool | None, typer.Option(help=text, show_default=False, rich_help_panel=_panel(item))]
+    else:
+        annotation = Annotated[
+            str | None,
+            typer.Option(
+                flag(item.name), metavar=_metavar(item), help=text, show_default=False, rich_help_panel=_panel(item)
+            ),
+        ]
+    return inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _panel(item: _Field) -> str:
+    return f"{item.metadata['group'].capitalize()} options"
+
+
+def _metavar(item: _Field) -> str:
+    if "choices" in item.metadata:
+        return "|".join(item.metadata["choices"])
+    kinds = _kinds(item)
+    return "INTEGER" if int in kinds else "NUMBER" if float in kinds else "TEXT"
+
+
+def _is_bool(item: _Field) -> bool:
+    return bool in _kinds(item)
+
+
+def _kinds(item: _Field) -> tuple[Any, ...]:
+    return typing.get_args(item.type) or (item.type,)

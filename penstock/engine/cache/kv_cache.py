@@ -1,0 +1,178 @@
+"""The cache as the scheduler sees it: prefixes matched, requests grown, named and freed.
+
+Joins the block pool, the hasher and the host tier. Knows tokens and blocks; nothing of tensors, time or priorities.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.block_hash import BlockHash, BlockHasher
+from penstock.engine.cache.block_pool import BlockPool
+from penstock.engine.cache.host_tier import HostTier
+from penstock.engine.scheduler.step_plan import TierCopy
+
+
+@dataclass(slots=True)
+class RequestCache:
+    """One request's blocks. `blocks[i]` holds tokens i*block_tokens and following."""
+
+    root: BlockHash
+    blocks: list[int] = field(default_factory=list)
+    names: list[BlockHash] = field(default_factory=list)  # of the leading full blocks, as far as hashed
+    num_named: int = 0  # leading blocks that were offered to the index
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """The longest cached run of whole blocks at the start of a prompt."""
+
+    names: tuple[BlockHash, ...]
+    num_held_blocks: int  # of these, how many other requests hold: adopting them uses up no free block
+
+
+NO_MATCH = PrefixMatch((), 0)
+
+
+class KvCache:
+    """Every request's blocks, and the prefixes they share."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        hasher: BlockHasher,
+        *,
+        kv_dtype: str = "",
+        share_prefixes: bool = True,
+        host_tier: HostTier | None = None,
+    ) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.hasher = hasher
+        self.block_tokens = hasher.block_tokens
+        self.host_tier = host_tier
+        self._kv_dtype = kv_dtype
+        self._share_prefixes = share_prefixes
+        self._copies: list[TierCopy] = []
+
+    def open(self, *, tenant: str, adapter: str) -> RequestCache:
+        """Return an empty cache for a request whose blocks only its own tenant and adapter may share."""
+        return RequestCache(self.hasher.root(tenant=tenant, adapter=adapter, kv_dtype=self._kv_dtype))
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_tokens)
+
+    def match(self, cache: RequestCache, tokens: Sequence[int]) -> PrefixMatch:
+        """Return the longest cached run of whole blocks. Changes nothing but the request's own hashes.
+
+        The blocks may be evicted until `adopt` holds them.
+        """
+        if not self._share_prefixes:
+            return NO_MATCH
+        # Leave one token uncached: the model needs something to run to give logits.
+        usable_blocks = (len(tokens) - 1) // self.block_tokens
+        self._hash_up_to(cache, tokens, usable_blocks)
+        num_found = num_held = 0
+        for name in cache.names[:usable_blocks]:
+            block = self.pool.find(name)
+            if block is None and (self.host_tier is None or self.host_tier.find(name) is None):
+                break
+            num_found += 1
+            num_held += block is not None and self.pool.is_held(block)
+        return PrefixMatch(tuple(cache.names[:num_found]), num_held)
+
+    def adopt(self, cache: RequestCache, match: PrefixMatch) -> int:
+        """Hold the matched blocks for an empty request; return how many tokens they cover."""
+        assert not cache.blocks
+        for name in match.names:
+            block = self.pool.find(name)
+            if block is not None:
+                self.pool.hold(block)
+            else:
+                block = self._load_from_host(name)
+                if block is None:
+                    break
+            cache.blocks.append(block)
+        cache.num_named = len(cache.blocks)
+        return len(cache.blocks) * self.block_tokens
+
+    def grow(self, cache: RequestCache, num_tokens: int) -> range:
+        """Make room for `num_tokens` tokens; return the indices of the blocks that were added.
+
+        The caller has checked that the pool has enough free blocks.
+        """
+        before = len(cache.blocks)
+        for _ in range(self.blocks_for(num_tokens) - before):
+            cache.blocks.append(self._take())
+        return range(before, len(cache.blocks))
+
+    def name_full_blocks(self, cache: RequestCache, tokens: Sequence[int], num_computed: int) -> None:
+        """Make blocks findable whose tokens are all known and computed."""
+        if not self._share_prefixes:
+            return
+        full = min(num_computed, len(tokens)) // self.block_tokens
+        if full <= cache.num_named:
+            return
+        self._hash_up_to(cache, tokens, full)
+        for index in range(cache.num_named, full):
+            self.pool.give_name(cache.blocks[index], cache.names[index])
+        cache.num_named = full
+
+    def free(self, cache: RequestCache, *, forget: bool = False) -> None:
+        """Give every block back, tails first so that they are reused before heads.
+
+        `forget` also takes away the names of blocks that nobody else holds: their contents are not to be trusted.
+        """
+        for block in reversed(cache.blocks):
+            self.pool.release(block)
+            if forget and not self.pool.is_held(block):
+                self.pool.forget(block)
+        cache.blocks.clear()
+        cache.num_named = 0
+
+    def take_copies(self) -> list[TierCopy]:
+        """Hand over the copies between tiers that the next step must make first."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def distrust(self, copies: list[TierCopy]) -> None:
+        """Forget what the host tier should have got from a step that failed."""
+        if self.host_tier is not None:
+            for copy in copies:
+                if copy.to_host:
+                    self.host_tier.drop_slot(copy.host_slot)
+
+    def _hash_up_to(self, cache: RequestCache, tokens: Sequence[int], num_blocks: int) -> None:
+        size = self.block_tokens
+        names = cache.names
+        while len(names) < num_blocks:
+            start = len(names) * size
+            parent = names[-1] if names else cache.root
+            names.append(self.hasher.child(parent, tokens[start : start + size]))
+
+    def _load_from_host(self, name: BlockHash) -> int | None:
+        """Bring a block back, named and held. None if the tier lost it, perhaps to make this very room."""
+        assert self.host_tier is not None
+        if self.host_tier.find(name) is None or self.pool.num_free == 0:
+            return None
+        self.host_tier.touch(name)
+        block = self._take()
+        slot = self.host_tier.find(name)
+        if slot is None:
+            self.pool.release(block)
+            return None
+        self._copies.append(TierCopy(block, slot, to_host=False))
+        self.pool.give_name(block, name)
+        return block
+
+    def _take(self) -> int:
+        block, lost = self.pool.take()
+        if lost is not None:
+            self._save(block, lost)
+        return block
+
+    def _save(self, block: int, name: BlockHash) -> None:
+        """Queue an evicted block's copy to the host tier, where there is one."""
+        if self.host_tier is not None:
+            slot = self.host_tier.admit(name)
+            if slot is not None:
+                self._copies.append(TierCopy(block, slot, to_host=True))

@@ -1,0 +1,108 @@
+"""The engine loop's body: requests in, one step at a time, events out.
+
+Joins scheduler and runner. Knows nothing of sockets, text or tensors.
+"""
+
+import logging
+
+from penstock.engine.messages import EngineStats, Submit, TokenEvent
+from penstock.engine.metrics import EngineMetrics
+from penstock.engine.runner.interface import LaunchedStep, Runner, StepFailed
+from penstock.engine.scheduler.scheduler import Addressed, Scheduler
+from penstock.engine.scheduler.step_plan import StepPlan
+from penstock.errors import InvalidParameter, Overloaded, PenstockError
+from penstock.request import FinishReason
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """One model being served, one step ahead of itself."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
+        self._numbers: dict[tuple[bytes, str], int] = {}
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        return self.scheduler.metrics
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_requests or self._in_flight is not None
+
+    def submit(self, submit: Submit, client: bytes = b"") -> list[Addressed]:
+        """Queue a request. A refusal is its one and only event."""
+        key = (client, submit.request_id)
+        try:
+            if key in self._numbers:
+                raise InvalidParameter("request_id", submit.request_id, "a request of this id is still running")
+            self._numbers[key] = self.scheduler.add(submit, client).number
+        except PenstockError as error:
+            return [(client, _refusal(submit.request_id, error))]
+        return []
+
+    def abort(self, client: bytes, request_ids: list[str]) -> list[Addressed]:
+        """End these requests, if they still run."""
+        ended = [self.scheduler.abort(self._numbers.get((client, name), -1)) for name in request_ids]
+        return self._forget_finished([event for event in ended if event is not None])
+
+    def drop_client(self, client: bytes) -> None:
+        """End every request of a client that is gone; nobody is left to hear of it."""
+        self.abort(client, [name for owner, name in self._numbers if owner == client])
+
+    def step(self) -> list[Addressed]:
+        """Launch the next forward pass, then settle the one before it."""
+        plan = self.scheduler.next_step()
+        launched = (plan, self.runner.launch(plan)) if plan.has_work else None
+        settling, self._in_flight = self._in_flight, launched
+        return self._forget_finished(self._settle(*settling)) if settling else []
+
+    def stats(self) -> EngineStats:
+        """Everything the engine knows about itself, at this moment."""
+        scheduler, metrics, pool = self.scheduler, self.metrics, self.scheduler.cache.pool
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=pool.num_blocks,
+            num_used_blocks=pool.num_held,
+            num_cached_blocks=pool.num_named,
+            num_steps=metrics.num_steps,
+            last_step_monotonic=metrics.last_step_monotonic,
+            prompt_tokens=metrics.prompt_tokens,
+            generated_tokens=metrics.generated_tokens,
+            prefix_query_tokens=metrics.prefix_query_tokens,
+            prefix_hit_tokens=metrics.prefix_hit_tokens,
+            num_preemptions=metrics.num_preemptions,
+            num_finished=dict(metrics.num_finished),
+            num_refused=metrics.num_refused,
+            drafted_tokens=metrics.drafted_tokens,
+            accepted_tokens=metrics.accepted_tokens,
+            histograms=metrics.histograms(),
+        )
+
+    def _settle(self, plan: StepPlan, launched: LaunchedStep) -> list[Addressed]:
+        try:
+            result = launched.wait()
+        except StepFailed:
+            log.exception("step %d failed; its %d requests end with an error", plan.number, len(plan.slices))
+            return self.scheduler.fail(plan.number)
+        return self.scheduler.commit(result)
+
+    def _forget_finished(self, events: list[Addressed]) -> list[Addressed]:
+        for client, event in events:
+            if event.finish is not None:
+                del self._numbers[client, event.request_id]
+        return events
+
+
+def _refusal(request_id: str, error: PenstockError) -> TokenEvent:
+    return TokenEvent(
+        request_id=request_id,
+        finish=FinishReason.ERROR,
+        error_code=error.code,
+        error=str(error),
+        retry_after_seconds=error.retry_after_seconds if isinstance(error, Overloaded) else None,
+    )

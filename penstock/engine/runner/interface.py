@@ -1,0 +1,29 @@
+"""What the engine asks of whatever runs its plans: a model, a fleet of ranks, a simulator or a test."""
+
+from abc import ABC, abstractmethod
+
+from penstock.engine.scheduler.step_plan import StepPlan, StepResult
+
+
+class LaunchedStep(ABC):
+    """A step under way."""
+
+    @abstractmethod
+    def wait(self) -> StepResult:
+        """Block until the step is done. Raises StepFailed if it could not be."""
+
+
+class Runner(ABC):
+    """Runs plans in the order they are launched."""
+
+    @abstractmethod
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step and return at once."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of threads, processes and memory."""
+
+
+class StepFailed(Exception):
+    """A step raised; its requests cannot go on, later steps can."""

@@ -1,0 +1,59 @@
+"""One request as the scheduler sees it: `computed` tokens chasing `known` tokens.
+
+There is no prefill phase and no decode phase. Prompt, prefix hit, sampled token, verified draft and resumption after
+preemption all move the same two numbers.
+"""
+
+from dataclasses import dataclass, field
+
+from penstock.engine.cache.kv_cache import RequestCache
+from penstock.request import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    number: int  # unique for the engine's life
+    client: bytes  # who gets its events
+    request_id: str  # the client's name for it
+    tokens: list[int]  # prompt, then every token the host knows to be sampled
+    num_prompt_tokens: int
+    max_total_tokens: int  # prompt and answer together
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    seed: int
+    arrival: float
+    cache: RequestCache
+    tenant: str = ""
+    adapter: str = ""
+    priority: int = 0
+
+    computed: int = 0  # leading tokens whose KV is computed, or will be by the steps already launched
+    in_flight: int = 0  # tokens that launched steps will sample and the host does not know yet
+    awaits_commit: bool = False  # its next step cannot be planned before its last one is settled
+    row: int | None = None
+    num_cached_tokens: int = 0  # of the prompt, when it was first admitted
+    num_preemptions: int = 0
+    promised_blocks: int = 0  # set aside for it at admission and not yet taken
+    prompt_logprobs: list[float | None] = field(default_factory=list)
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+
+    @property
+    def known(self) -> int:
+        """Tokens that exist or will before the next step runs."""
+        return len(self.tokens) + self.in_flight
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to run before the next one can be sampled."""
+        return self.known - self.computed
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether a step could do something for it now. False once the steps in flight will reach its last token."""
+        return not self.awaits_commit and self.known < self.max_total_tokens

@@ -1,0 +1,19 @@
+"""Gated activations of feed-forward layers.
+
+Plain torch, right on every device and dtype. A fused kernel goes in behind the same function. Knows tensors only.
+"""
+
+from torch import Tensor
+from torch.nn import functional
+
+
+def silu_gate(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up. gate_up: [tokens, 2 * n], gates first -> [tokens, n]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up)
+
+
+def gelu_tanh_gate(gate_up: Tensor) -> Tensor:
+    """Return gelu(gate) * up with gelu's tanh approximation. gate_up: [tokens, 2 * n], gates first -> [tokens, n]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh").mul_(up)

@@ -1,0 +1,39 @@
+"""RMS norms and rotary embedding: the small operations between the matrix products.
+
+Plain torch, right on every device and dtype. A fused kernel goes in behind the same function. Knows tensors only.
+"""
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / rms(x) * weight over the last dimension, computed in float32.
+
+    x: [..., n]; weight: float32, [n] or any shape that broadcasts against x, such as [heads, n].
+    """
+    if x.dtype == torch.float32:
+        return torch.rms_norm(x, x.shape[-1:], eps=eps).mul_(weight)
+    return torch.rms_norm(x.float(), x.shape[-1:], eps=eps).mul_(weight).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add x to the residual stream in place and return the norm of the sum. x, residual: [tokens, hidden]."""
+    return rms_norm(residual.add_(x), weight, eps)
+
+
+def apply_rope(heads: Tensor, rotation: Tensor) -> None:
+    """Rotate queries and keys in place.
+
+    heads: [tokens, heads, head_dim], the first rotary_dim of each head in neighbouring pairs (real, imaginary);
+    rotation: [tokens, 1, rotary_dim / 2] complex64, cos + i sin of each token's position.
+    """
+    rotary_dim = 2 * rotation.shape[-1]
+    if rotary_dim < heads.shape[-1]:
+        heads = heads[..., :rotary_dim]
+    pairs = heads.unflatten(-1, (-1, 2))  # [tokens, heads, rotary_dim / 2, 2]
+    if heads.dtype == torch.float32:
+        torch.view_as_complex(pairs).mul_(rotation)
+    else:
+        turned = torch.view_as_complex(pairs.float()).mul_(rotation)
+        pairs.copy_(torch.view_as_real(turned))

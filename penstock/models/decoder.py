@@ -1,0 +1,126 @@
+"""The decoder-only transformer: one packed batch of tokens in, hidden states and logits out.
+
+One class serves every family; what differs is in the spec and in which layers the loader hands over. There is no batch
+dimension and no padding: which token belongs to whom is the attention backend's to know. No host synchronisation and
+no data-dependent shapes, so a step can be captured in a CUDA graph (but see `layers.moe` for experts).
+"""
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.attention.interface import AttentionBackend, LayerAttention
+from penstock.models.layers.attention import Attention
+from penstock.models.layers.embedding import Embedding
+from penstock.models.layers.feed_forward import FeedForward
+from penstock.models.layers.linear import Linear
+from penstock.models.layers.moe import Moe
+from penstock.models.layers.norm import Norm
+from penstock.models.layers.rope import Rope
+from penstock.models.spec import ModelSpec
+from penstock.parallel.collectives import all_gather
+from penstock.parallel.groups import SINGLE, Group
+from penstock.parallel.sharding import shard, shard_shared
+
+
+class DecoderLayer:
+    """Attention and feed-forward around the residual stream.
+
+    A layer takes the update of the layer before, adds it to the stream together with its own first norm, and returns
+    an update that is not added yet: so every addition is fused with the norm that follows it.
+    """
+
+    def __init__(
+        self,
+        attention: Attention,
+        feed_forward: FeedForward | Moe,
+        *,
+        rope: int,
+        attention_norm: Norm,
+        feed_forward_norm: Norm,
+        post_attention_norm: Norm | None,
+        post_feed_forward_norm: Norm | None,
+    ) -> None:
+        self.attention = attention
+        self.feed_forward = feed_forward
+        self.rope = rope
+        self.attention_norm = attention_norm
+        self.feed_forward_norm = feed_forward_norm
+        self.post_attention_norm = post_attention_norm
+        self.post_feed_forward_norm = post_feed_forward_norm
+
+    def forward(
+        self, update: Tensor | None, residual: Tensor, rotations: list[Tensor], attention: AttentionBackend
+    ) -> Tensor:
+        """update, residual: [tokens, hidden]; the residual stream advances in place."""
+        norm = self.attention_norm
+        x = norm.apply(residual) if update is None else norm.add(update, residual)
+        x = self.attention.forward(x, rotations[self.rope], attention)
+        if self.post_attention_norm is not None:
+            x = self.post_attention_norm.apply(x)
+        x = self.feed_forward.forward(self.feed_forward_norm.add(x, residual))
+        if self.post_feed_forward_norm is not None:
+            x = self.post_feed_forward_norm.apply(x)
+        return x
+
+
+class Decoder:
+    """A loaded model on one rank."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        embedding: Embedding,
+        ropes: list[Rope],
+        layers: list[DecoderLayer],
+        final_norm: Norm,
+        lm_head: Linear,
+        group: Group,
+    ) -> None:
+        self.spec = spec
+        self.embedding = embedding
+        self.ropes = ropes
+        self.layers = layers
+        self.final_norm = final_norm
+        self.lm_head = lm_head
+        self.group = group
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        """Run all layers; `attention` must be prepared for this step.
+
+        token_ids, positions: [tokens] integers. Returns [tokens, hidden], not normed yet: `logits` does that.
+        """
+        residual = self.embedding.look_up(token_ids)
+        rotations = [rope.rotations(positions) for rope in self.ropes]
+        update: Tensor | None = None
+        for layer in self.layers:
+            update = layer.forward(update, residual, rotations, attention)
+        assert update is not None
+        return residual.add_(update)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [n, hidden] of `forward` -> float32 [n, vocab]."""
+        logits = self.lm_head.apply(self.final_norm.apply(hidden))
+        logits = all_gather(logits, self.group).float()
+        cap = self.spec.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def attention_layers(spec: ModelSpec, group: Group = SINGLE) -> list[LayerAttention]:
+    """What each layer asks of the KV pool and the attention backend of a rank."""
+    heads = shard(spec.num_heads, group, what="attention heads")
+    kv_heads = shard_shared(spec.num_kv_heads, group, what="key-value heads")
+    scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
+    return [
+        LayerAttention(
+            num_heads=heads[1] - heads[0],
+            num_kv_heads=kv_heads[1] - kv_heads[0],
+            head_dim=spec.head_dim,
+            scale=scale,
+            window=layer.window,
+            softcap=spec.attention_softcap,
+        )
+        for layer in spec.layers
+    ]

@@ -1,0 +1,18 @@
+"""A matrix with an optional bias.
+
+Knows nothing of how the matrix is kept: that is its weight format's.
+"""
+
+from torch import Tensor
+
+from penstock.models.quant.interface import LinearWeight
+
+
+class Linear:
+    def __init__(self, weight: LinearWeight, bias: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias  # [out_features]
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x: [tokens, in_features] -> [tokens, out_features]."""
+        return self.weight.apply(x, self.bias)

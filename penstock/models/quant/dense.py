@@ -1,0 +1,47 @@
+"""Matrices kept as plain tensors and multiplied by `torch.nn.functional.linear`.
+
+Takes any stored tensor on any device, so it is the format of last resort and, in float32, the exact one.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.models.quant.interface import LinearWeight, WeightFormat
+from penstock.models.stored_tensor import StoredTensor
+
+
+class DenseWeight(LinearWeight):
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight  # [out_features, in_features]
+        self.out_features, self.in_features = weight.shape
+
+    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return functional.linear(x, self.weight, bias)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.numel() * self.weight.element_size()
+
+
+class DenseFormat(WeightFormat):
+    name: ClassVar[str] = "dense"
+
+    def accepts(self, parts: list[StoredTensor], device: torch.device) -> bool:
+        return True
+
+    def pack(self, parts: list[StoredTensor], device: torch.device, dtype: torch.dtype) -> DenseWeight:
+        rows = sum(part.shape[0] for part in parts)
+        weight = torch.empty(rows, parts[0].shape[-1], device=device, dtype=dtype)
+        first = 0
+        for part in parts:
+            # Part by part into place: never the whole matrix twice, and the conversion runs on the file's own memory.
+            weight[first : first + part.shape[0]].copy_(part.dense(_transit_dtype(part, dtype)))
+            first += part.shape[0]
+        return DenseWeight(weight)
+
+
+def _transit_dtype(part: StoredTensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if part.is_quantised else part.data.dtype

@@ -1,0 +1,163 @@
+"""Reads rotary-embedding settings, in every spelling that model files use, into a `RopeSpec`.
+
+Two spellings exist in `config.json`: `rope_theta` with an optional `rope_scaling` object, and one `rope_parameters`
+object that holds both. GGUF has its own keys and keeps per-frequency factors as small tensors. No torch.
+"""
+
+from penstock.models.settings import GgufSettings, Settings
+from penstock.models.spec import RopeSpec
+
+_TYPES = {
+    "default": "none",
+    "none": "none",
+    "linear": "linear",
+    "dynamic": "dynamic",
+    "yarn": "yarn",
+    "llama3": "llama3",
+    "longrope": "longrope",
+    "su": "longrope",
+}
+
+
+def read_rope(settings: Settings, *, head_dim: int, theta: float = 10_000.0) -> RopeSpec:
+    """Read the one rope of a model whose layers share it. `theta` is the family's default."""
+    return rope_from(settings, rope_section(settings), head_dim=head_dim, theta=theta)
+
+
+def rope_section(settings: Settings) -> Settings | None:
+    return settings.section("rope_parameters") or settings.section("rope_scaling")
+
+
+def rope_from(
+    settings: Settings, section: Settings | None, *, head_dim: int, theta: float, theta_key: str = "rope_theta"
+) -> RopeSpec:
+    """Read a rope whose scaling, if any, lies in `section`."""
+    section = section or Settings({}, settings.file)
+    theta = section.number("rope_theta", settings.number(theta_key, theta))
+    partial = section.number("partial_rotary_factor", settings.number("partial_rotary_factor", 1.0))
+    rotary_dim = int(head_dim * partial)
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise settings.refusal("partial_rotary_factor", f"it must leave an even part of the {head_dim} of a head")
+    type_key = "rope_type" if "rope_type" in section else "type"
+    scaling = section.choice(type_key, _TYPES, "default")
+    max_position = settings.integer("max_position_embeddings", 2048)
+    # Phi-3 keeps the trained length outside the section; there it counts more than inside.
+    trained = settings.integer(
+        "original_max_position_embeddings", section.integer("original_max_position_embeddings", max_position)
+    )
+    if scaling == "none":
+        return RopeSpec(theta, rotary_dim)
+    if scaling == "linear":
+        return RopeSpec(theta, rotary_dim, "linear", factor=section.number("factor"))
+    if scaling == "dynamic":
+        return RopeSpec(
+            theta, rotary_dim, "dynamic", factor=section.number("factor"), original_max_position=max_position
+        )
+    if scaling == "llama3":
+        return RopeSpec(
+            theta,
+            rotary_dim,
+            "llama3",
+            factor=section.number("factor"),
+            original_max_position=trained,
+            low_freq_factor=section.number("low_freq_factor"),
+            high_freq_factor=section.number("high_freq_factor"),
+        )
+    factor = section.number("factor", max_position / trained)
+    if scaling == "yarn":
+        return RopeSpec(
+            theta,
+            rotary_dim,
+            "yarn",
+            factor=factor,
+            original_max_position=trained,
+            beta_fast=section.number("beta_fast", 32.0),
+            beta_slow=section.number("beta_slow", 1.0),
+            attention_factor=section.optional_number("attention_factor"),
+            mscale=section.optional_number("mscale"),
+            mscale_all_dim=section.optional_number("mscale_all_dim"),
+            truncate=section.flag("truncate", True),
+        )
+    return RopeSpec(
+        theta,
+        rotary_dim,
+        "longrope",
+        factor=factor,
+        original_max_position=trained,
+        attention_factor=section.optional_number("attention_factor"),
+        short_factor=_factors(section, "short_factor", rotary_dim),
+        long_factor=_factors(section, "long_factor", rotary_dim),
+    )
+
+
+def _factors(section: Settings, key: str, rotary_dim: int) -> tuple[float, ...]:
+    factors = section.numbers(key)
+    if len(factors) != rotary_dim // 2 or min(factors) <= 0:
+        raise section.refusal(key, f"give {rotary_dim // 2} positive numbers, one for each frequency")
+    return factors
+
+
+_GGUF_TYPES = {"none": "none", "linear": "linear", "yarn": "yarn", "longrope": "longrope"}
+
+
+def read_gguf_rope(settings: GgufSettings, *, head_dim: int, theta: float = 10_000.0) -> RopeSpec:
+    theta = settings.number("rope.freq_base", theta)
+    rotary_dim = settings.integer("rope.dimension_count", head_dim)
+    if rotary_dim > head_dim or rotary_dim % 2:
+        raise settings.refusal("rope.dimension_count", f"give an even number of at most {head_dim}")
+    if "rope_freqs.weight" in settings.shapes:
+        # Llama 3's scaling, written out as one divisor for each frequency: longrope without a choice to make.
+        factors = settings.vector("rope_freqs.weight")
+        return _gguf_longrope(settings, theta, rotary_dim, factors, factors, attention_factor=1.0)
+    if "rope_factors_long.weight" in settings.shapes:
+        return _gguf_longrope(
+            settings,
+            theta,
+            rotary_dim,
+            settings.vector("rope_factors_short.weight"),
+            settings.vector("rope_factors_long.weight"),
+            attention_factor=settings.optional_number("rope.scaling.attn_factor"),
+        )
+    scaling = settings.choice("rope.scaling.type", _GGUF_TYPES, "none")
+    if scaling == "none":
+        return RopeSpec(theta, rotary_dim)
+    if scaling == "linear":
+        return RopeSpec(theta, rotary_dim, "linear", factor=settings.number("rope.scaling.factor"))
+    if scaling == "longrope":
+        raise settings.refusal("rope.scaling.type", "the file lacks the tensors rope_factors_short and _long")
+    return RopeSpec(
+        theta,
+        rotary_dim,
+        "yarn",
+        factor=settings.number("rope.scaling.factor"),
+        original_max_position=settings.integer(
+            "rope.scaling.original_context_length", settings.integer("context_length")
+        ),
+        beta_fast=settings.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=settings.number("rope.scaling.yarn_beta_slow", 1.0),
+    )
+
+
+def _gguf_longrope(
+    settings: GgufSettings,
+    theta: float,
+    rotary_dim: int,
+    short: tuple[float, ...],
+    long: tuple[float, ...],
+    *,
+    attention_factor: float | None,
+) -> RopeSpec:
+    if len(short) != rotary_dim // 2 or len(long) != rotary_dim // 2:
+        raise settings.refusal("rope.dimension_count", f"the rope factor tensors hold {len(short)} and {len(long)}")
+    context = settings.integer("context_length")
+    trained = settings.integer("rope.scaling.original_context_length", context)
+    return RopeSpec(
+        theta,
+        rotary_dim,
+        "longrope",
+        factor=context / trained,
+        original_max_position=trained,
+        attention_factor=attention_factor,
+        short_factor=short,
+        long_factor=long,
+    )
