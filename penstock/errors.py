@@ -95,9 +95,7 @@ class UnknownModel(RequestError):
 class ContextTooLong(RequestError):
     code = "context_length_exceeded"
 
-    def __init__(
-        self, num_tokens: int, max_tokens: int, *, what: str = "the prompt", param: str = "messages"
-    ) -> None:
+    def __init__(self, num_tokens: int, max_tokens: int, *, what: str = "the prompt", param: str = "messages") -> None:
         super().__init__(
             f"{what} has {num_tokens} tokens, but the longest context here is {max_tokens} tokens, "
             "and at least one token must be left for the answer",

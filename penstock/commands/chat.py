@@ -108,11 +108,13 @@ class Chat:
             with waiting:
                 text = await anext(pieces, "")
             while text:
-                self._console.out(self._safe(text), end="", highlight=False)
+                self._write(text)
                 text = await anext(pieces, "")
 
-    def _safe(self, text: str) -> str:
-        return _CONTROL.sub("", text) if self._console.is_terminal else text
+    def _write(self, text: str) -> None:
+        # Past rich, which would expand tabs: what is piped on is what the model said.
+        self._console.file.write(_CONTROL.sub("", text) if self._console.is_terminal else text)
+        self._console.file.flush()
 
     def _command(self, text: str) -> None:
         name, _, argument = text.partition(" ")

@@ -58,11 +58,12 @@ def takes_options(*names: str, model_is_argument: bool = True) -> Callable[[Call
 
 def _parameter(item: _Field, model_is_argument: bool) -> inspect.Parameter:
     """Return the typer parameter of one option. Not given is None, whatever the option's default."""
-    default = "auto" if item.default is None else str(item.default).lower() if _is_bool(item) else str(item.default)
-    text = f"{item.metadata['help']} (default: {default})"
+    text = item.metadata["help"]
+    if item.default is not None:
+        text += f" (default: {str(item.default).lower() if _is_bool(item) else item.default})"
     annotation: Any
     if item.name == "model" and model_is_argument:
-        annotation = Annotated[str | None, typer.Argument(help=text, show_default=False)]
+        annotation = Annotated[str | None, typer.Argument(metavar="MODEL", help=text, show_default=False)]
     elif _is_bool(item):
         annotation = Annotated[bool | None, typer.Option(help=text, show_default=False, rich_help_panel=_panel(item))]
     else:

@@ -31,7 +31,7 @@ def apply_rope(heads: Tensor, rotation: Tensor) -> None:
     rotary_dim = 2 * rotation.shape[-1]
     if rotary_dim < heads.shape[-1]:
         heads = heads[..., :rotary_dim]
-    pairs = heads.unflatten(-1, (-1, 2))  # [tokens, heads, rotary_dim / 2, 2]
+    pairs = heads.view(*heads.shape[:-1], -1, 2)  # [tokens, heads, rotary_dim / 2, 2]
     if heads.dtype == torch.float32:
         torch.view_as_complex(pairs).mul_(rotation)
     else:

@@ -70,20 +70,22 @@ class Decoder:
         self,
         spec: ModelSpec,
         *,
+        dtype: torch.dtype,
         embedding: Embedding,
         ropes: list[Rope],
         layers: list[DecoderLayer],
         final_norm: Norm,
         lm_head: Linear,
-        group: Group,
+        head_group: Group,
     ) -> None:
         self.spec = spec
+        self.dtype = dtype  # of activations, and so of keys and values
         self.embedding = embedding
         self.ropes = ropes
         self.layers = layers
         self.final_norm = final_norm
         self.lm_head = lm_head
-        self.group = group
+        self.head_group = head_group  # the ranks that share the head's rows
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
@@ -103,7 +105,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [n, hidden] of `forward` -> float32 [n, vocab]."""
         logits = self.lm_head.apply(self.final_norm.apply(hidden))
-        logits = all_gather(logits, self.group).float()
+        logits = all_gather(logits, self.head_group).float()
         cap = self.spec.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 

@@ -3,13 +3,18 @@
 A family calls one of these readers and changes what is its own with `dataclasses.replace`. No torch.
 """
 
-from penstock.models.parameters import WeightLayout
-from penstock.models.rope_settings import read_gguf_rope, read_rope
+from collections.abc import Mapping
+
+from penstock.models.parameters import Names, WeightLayout
+from penstock.models.rope_settings import read_gguf_rope, read_rope, rope_section
 from penstock.models.settings import GgufSettings, Settings
 from penstock.models.spec import Activation, LayerSpec, ModelSpec, RopeSpec
 
-_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_DTYPES = {name: name for name in ("float32", "float16", "bfloat16")}
+_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_DTYPES: Mapping[str, str] = {name: name for name in ("float32", "float16", "bfloat16")}
+
+
+MAX_LAYERS = 4096
 
 
 def read_decoder(
@@ -38,7 +43,8 @@ def read_decoder(
     head_dim = settings.integer("head_dim", head_dim or hidden_size // num_heads)
     max_position = settings.integer("max_position_embeddings", max_position)
     if ropes is None:
-        ropes = (read_rope(settings, head_dim=head_dim, theta=theta),)
+        section = rope_section(settings)
+        ropes = (read_rope(settings, section, head_dim=head_dim, max_position=max_position, theta=theta),)
     return ModelSpec(
         family=family,
         vocab_size=settings.integer("vocab_size"),
@@ -48,8 +54,8 @@ def read_decoder(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position=_usable_positions(max_position, ropes),
-        norm_eps=settings.number("rms_norm_eps", norm_eps),
-        layers=(LayerSpec(),) * settings.integer("num_hidden_layers"),
+        norm_eps=settings.positive("rms_norm_eps", norm_eps),
+        layers=(LayerSpec(),) * settings.integer("num_hidden_layers", high=MAX_LAYERS),
         ropes=ropes,
         activation=settings.choice(activation_key, _ACTIVATIONS, activation),
         tie_embeddings=settings.flag("tie_word_embeddings", tie_embeddings),
@@ -94,8 +100,8 @@ def read_gguf_decoder(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position=_usable_positions(settings.integer("context_length"), ropes),
-        norm_eps=settings.number("attention.layer_norm_rms_epsilon"),
-        layers=(LayerSpec(),) * settings.integer("block_count"),
+        norm_eps=settings.positive("attention.layer_norm_rms_epsilon"),
+        layers=(LayerSpec(),) * settings.integer("block_count", high=MAX_LAYERS),
         ropes=ropes,
         activation=activation,
         tie_embeddings="output.weight" not in settings.shapes,
@@ -106,7 +112,7 @@ def read_gguf_decoder(
     )
 
 
-ATTENTION_NAMES = {
+ATTENTION_NAMES: Names = {
     "embedding": "{model}embed_tokens.weight",
     "final_norm": "{model}norm.weight",
     "lm_head": "lm_head.weight",
@@ -124,7 +130,7 @@ ATTENTION_NAMES = {
     "layers.{layer}.k_norm": "{model}layers.{layer}.self_attn.k_norm.weight",
 }
 
-FEED_FORWARD_NAMES = {
+FEED_FORWARD_NAMES: Names = {
     "layers.{layer}.gate": "{model}layers.{layer}.mlp.gate_proj.weight",
     "layers.{layer}.up": "{model}layers.{layer}.mlp.up_proj.weight",
     "layers.{layer}.down": "{model}layers.{layer}.mlp.down_proj.weight",
@@ -133,7 +139,7 @@ FEED_FORWARD_NAMES = {
     "layers.{layer}.down.bias": "{model}layers.{layer}.mlp.down_proj.bias",
 }
 
-GGUF_NAMES = {
+GGUF_NAMES: Names = {
     "embedding": "token_embd.weight",
     "final_norm": "output_norm.weight",
     "lm_head": "output.weight",
@@ -154,5 +160,5 @@ GGUF_NAMES = {
     "layers.{layer}.router": "blk.{layer}.ffn_gate_inp.weight",
 }
 
-SAFETENSORS_LAYOUT = WeightLayout(names=ATTENTION_NAMES | FEED_FORWARD_NAMES, prefixes=("model.",))
+SAFETENSORS_LAYOUT = WeightLayout(names={**ATTENTION_NAMES, **FEED_FORWARD_NAMES}, prefixes=("model.",))
 GGUF_LAYOUT = WeightLayout(names=GGUF_NAMES)

@@ -98,13 +98,13 @@ def _scaled_groups(blocks: Tensor, q: Tensor) -> Tensor:
 
 def _q4_k(blocks: Tensor) -> Tensor:
     """d, m, 12 bytes of scales and mins, 4 runs of 32 bytes whose nibbles are two groups."""
-    q = _nibbles(blocks[:, 16:144].unflatten(-1, (4, 32)))
+    q = _nibbles(blocks[:, 16:144].reshape(-1, 4, 32))
     return _scaled_groups(blocks, q.reshape(-1, 8, 32))
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
     """As Q4_K, with 32 bytes of fifth bits before the nibbles: bit g of byte i belongs to value i of group g."""
-    low = _nibbles(blocks[:, 48:176].unflatten(-1, (4, 32))).reshape(-1, 8, 32)
+    low = _nibbles(blocks[:, 48:176].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device).unsqueeze(-1)
     high = (blocks[:, 16:48].unsqueeze(1) >> shifts) & 1
     return _scaled_groups(blocks, low | (high << 4))
@@ -115,9 +115,9 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
     Two halves of 128 values; in each, four runs of 32 take the pairs of the same 32 bytes, lowest pair first.
     """
-    low = _nibbles(blocks[:, 0:128].unflatten(-1, (2, 64))).unflatten(-1, (4, 32))
+    low = _nibbles(blocks[:, 0:128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).unsqueeze(-1)
-    high = (blocks[:, 128:192].unflatten(-1, (2, 1, 32)) >> shifts) & 3
+    high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3
     q = (low | (high << 4)).reshape(-1, 16, 16).to(torch.float32) - 32
     scales = blocks[:, 192:208].view(torch.int8).to(torch.float32).unsqueeze(-1)
     return ((_half(blocks, 208).unsqueeze(-1) * scales) * q).flatten(1)

@@ -4,10 +4,12 @@ Two spellings exist in `config.json`: `rope_theta` with an optional `rope_scalin
 object that holds both. GGUF has its own keys and keeps per-frequency factors as small tensors. No torch.
 """
 
+from collections.abc import Mapping
+
 from penstock.models.settings import GgufSettings, Settings
 from penstock.models.spec import RopeSpec
 
-_TYPES = {
+_TYPES: Mapping[str, str] = {
     "default": "none",
     "none": "none",
     "linear": "linear",
@@ -19,28 +21,27 @@ _TYPES = {
 }
 
 
-def read_rope(settings: Settings, *, head_dim: int, theta: float = 10_000.0) -> RopeSpec:
-    """Read the one rope of a model whose layers share it. `theta` is the family's default."""
-    return rope_from(settings, rope_section(settings), head_dim=head_dim, theta=theta)
-
-
 def rope_section(settings: Settings) -> Settings | None:
     return settings.section("rope_parameters") or settings.section("rope_scaling")
 
 
-def rope_from(
-    settings: Settings, section: Settings | None, *, head_dim: int, theta: float, theta_key: str = "rope_theta"
+def read_rope(
+    settings: Settings,
+    section: Settings | None,
+    *,
+    head_dim: int,
+    max_position: int,
+    theta: float = 10_000.0,
+    theta_key: str = "rope_theta",
 ) -> RopeSpec:
-    """Read a rope whose scaling, if any, lies in `section`."""
+    """Read a rope whose scaling, if any, lies in `section`. `theta` is the family's default."""
     section = section or Settings({}, settings.file)
-    theta = section.number("rope_theta", settings.number(theta_key, theta))
-    partial = section.number("partial_rotary_factor", settings.number("partial_rotary_factor", 1.0))
+    theta = section.positive("rope_theta", settings.positive(theta_key, theta))
+    partial = section.positive("partial_rotary_factor", settings.positive("partial_rotary_factor", 1.0))
     rotary_dim = int(head_dim * partial)
-    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+    if not 4 <= rotary_dim <= head_dim or rotary_dim % 2:
         raise settings.refusal("partial_rotary_factor", f"it must leave an even part of the {head_dim} of a head")
-    type_key = "rope_type" if "rope_type" in section else "type"
-    scaling = section.choice(type_key, _TYPES, "default")
-    max_position = settings.integer("max_position_embeddings", 2048)
+    scaling = section.choice("rope_type" if "rope_type" in section else "type", _TYPES, "default")
     # Phi-3 keeps the trained length outside the section; there it counts more than inside.
     trained = settings.integer(
         "original_max_position_embeddings", section.integer("original_max_position_embeddings", max_position)
@@ -48,22 +49,24 @@ def rope_from(
     if scaling == "none":
         return RopeSpec(theta, rotary_dim)
     if scaling == "linear":
-        return RopeSpec(theta, rotary_dim, "linear", factor=section.number("factor"))
+        return RopeSpec(theta, rotary_dim, "linear", factor=section.positive("factor"))
     if scaling == "dynamic":
         return RopeSpec(
-            theta, rotary_dim, "dynamic", factor=section.number("factor"), original_max_position=max_position
+            theta, rotary_dim, "dynamic", factor=section.positive("factor"), original_max_position=max_position
         )
     if scaling == "llama3":
+        if section.positive("high_freq_factor") <= section.positive("low_freq_factor"):
+            raise section.refusal("high_freq_factor", "it must be over low_freq_factor")
         return RopeSpec(
             theta,
             rotary_dim,
             "llama3",
-            factor=section.number("factor"),
+            factor=section.positive("factor"),
             original_max_position=trained,
             low_freq_factor=section.number("low_freq_factor"),
             high_freq_factor=section.number("high_freq_factor"),
         )
-    factor = section.number("factor", max_position / trained)
+    factor = section.positive("factor", max_position / trained)
     if scaling == "yarn":
         return RopeSpec(
             theta,
@@ -71,8 +74,8 @@ def rope_from(
             "yarn",
             factor=factor,
             original_max_position=trained,
-            beta_fast=section.number("beta_fast", 32.0),
-            beta_slow=section.number("beta_slow", 1.0),
+            beta_fast=section.positive("beta_fast", 32.0),
+            beta_slow=section.positive("beta_slow", 1.0),
             attention_factor=section.optional_number("attention_factor"),
             mscale=section.optional_number("mscale"),
             mscale_all_dim=section.optional_number("mscale_all_dim"),
@@ -97,14 +100,14 @@ def _factors(section: Settings, key: str, rotary_dim: int) -> tuple[float, ...]:
     return factors
 
 
-_GGUF_TYPES = {"none": "none", "linear": "linear", "yarn": "yarn", "longrope": "longrope"}
+_GGUF_TYPES: Mapping[str, str] = {"none": "none", "linear": "linear", "yarn": "yarn", "longrope": "longrope"}
 
 
 def read_gguf_rope(settings: GgufSettings, *, head_dim: int, theta: float = 10_000.0) -> RopeSpec:
-    theta = settings.number("rope.freq_base", theta)
+    theta = settings.positive("rope.freq_base", theta)
     rotary_dim = settings.integer("rope.dimension_count", head_dim)
-    if rotary_dim > head_dim or rotary_dim % 2:
-        raise settings.refusal("rope.dimension_count", f"give an even number of at most {head_dim}")
+    if not 4 <= rotary_dim <= head_dim or rotary_dim % 2:
+        raise settings.refusal("rope.dimension_count", f"give an even number from 4 to {head_dim}")
     if "rope_freqs.weight" in settings.shapes:
         # Llama 3's scaling, written out as one divisor for each frequency: longrope without a choice to make.
         factors = settings.vector("rope_freqs.weight")
@@ -122,19 +125,19 @@ def read_gguf_rope(settings: GgufSettings, *, head_dim: int, theta: float = 10_0
     if scaling == "none":
         return RopeSpec(theta, rotary_dim)
     if scaling == "linear":
-        return RopeSpec(theta, rotary_dim, "linear", factor=settings.number("rope.scaling.factor"))
+        return RopeSpec(theta, rotary_dim, "linear", factor=settings.positive("rope.scaling.factor"))
     if scaling == "longrope":
         raise settings.refusal("rope.scaling.type", "the file lacks the tensors rope_factors_short and _long")
     return RopeSpec(
         theta,
         rotary_dim,
         "yarn",
-        factor=settings.number("rope.scaling.factor"),
+        factor=settings.positive("rope.scaling.factor"),
         original_max_position=settings.integer(
             "rope.scaling.original_context_length", settings.integer("context_length")
         ),
-        beta_fast=settings.number("rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=settings.number("rope.scaling.yarn_beta_slow", 1.0),
+        beta_fast=settings.positive("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=settings.positive("rope.scaling.yarn_beta_slow", 1.0),
     )
 
 

@@ -11,6 +11,8 @@ from penstock.errors import ModelError
 
 T = TypeVar("T")
 
+_MAX_INTEGER = 2**31 - 1
+
 
 class Settings:
     """Keys and values of one file. A key given as null counts as not given."""
@@ -23,22 +25,33 @@ class Settings:
     def __contains__(self, key: str) -> bool:
         return self.values.get(self.prefix + key) is not None
 
-    def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
-        return self._required(key, self.optional_integer(key, low=low), default)
+    def is_given(self, key: str) -> bool:
+        """Whether the key is there, be it as null: some families mean "none" by null and a default by absence."""
+        return self.prefix + key in self.values
 
-    def optional_integer(self, key: str, *, low: int = 1) -> int | None:
+    def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = _MAX_INTEGER) -> int:
+        return self._required(key, self.optional_integer(key, low=low, high=high), default)
+
+    def optional_integer(self, key: str, *, low: int = 1, high: int = _MAX_INTEGER) -> int | None:
         def check(value: object) -> int | None:
+            number = _finite(value)
             # Some writers save whole numbers as floats.
-            whole = isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
-            return int(value) if whole and value >= low else None  # type: ignore[call-overload, operator, no-any-return]
+            return int(number) if number is not None and low <= number <= high and number == int(number) else None
 
-        return self._optional(key, check, f"give an integer of at least {low}")
+        return self._optional(key, check, f"give an integer from {low} to {high}")
 
     def number(self, key: str, default: float | None = None) -> float:
         return self._required(key, self.optional_number(key), default)
 
     def optional_number(self, key: str) -> float | None:
         return self._optional(key, _finite, "give a finite number")
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        def check(value: object) -> float | None:
+            number = _finite(value)
+            return number if number is not None and number > 0 else None
+
+        return self._required(key, self._optional(key, check, "give a finite number over 0"), default)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._optional(key, lambda value: value if isinstance(value, bool) else None, "give true or false")

@@ -94,3 +94,14 @@ class ModelSpec:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all matrices; norms and biases are too few to matter."""
+        attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+        dense = 3 * self.hidden_size * self.intermediate_size
+        sparse = 0
+        if self.moe is not None:
+            sparse = self.hidden_size * self.moe.num_experts * (1 + 3 * self.moe.intermediate_size)
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return embeddings + sum(attention + (sparse if layer.moe else dense) for layer in self.layers)

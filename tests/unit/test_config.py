@@ -102,7 +102,7 @@ def test_sizes_are_read_with_their_unit(text: str, expected: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1 XB", "1e9"])
 def test_what_is_not_a_size_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--kv-memory: .* give a number of bytes such as 512MiB"):
+    with pytest.raises(ConfigError, match=r"--kv-memory: .* give a number of bytes such as 512MiB"):
         parse_bytes("--kv-memory", text)
 
 

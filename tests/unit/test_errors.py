@@ -8,11 +8,7 @@ from penstock import errors
 
 
 def all_errors() -> list[type[errors.PenstockError]]:
-    return [
-        item
-        for item in vars(errors).values()
-        if inspect.isclass(item) and issubclass(item, errors.PenstockError)
-    ]
+    return [item for item in vars(errors).values() if inspect.isclass(item) and issubclass(item, errors.PenstockError)]
 
 
 def test_codes_are_stable() -> None:

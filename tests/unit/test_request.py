@@ -77,7 +77,9 @@ def test_a_temperature_of_zero_is_greedy() -> None:
     assert not SamplingParams(temperature=0.1).greedy
 
 
-@pytest.mark.parametrize("values", [{"presence_penalty": 0.5}, {"frequency_penalty": -1.0}, {"repetition_penalty": 1.2}])
+@pytest.mark.parametrize(
+    "values", [{"presence_penalty": 0.5}, {"frequency_penalty": -1.0}, {"repetition_penalty": 1.2}]
+)
 def test_any_penalty_counts_as_penalties(values: dict[str, float]) -> None:
     assert SamplingParams(**values).has_penalties
     assert not SamplingParams().has_penalties

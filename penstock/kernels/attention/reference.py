@@ -3,6 +3,7 @@
 The yardstick for the other backends. Knows nothing of speed.
 """
 
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -32,7 +33,7 @@ class ReferenceAttention(AttentionBackend):
                 self._context(layer, 1, index),
                 self.layers[layer],
             )
-            for index, (start, stop) in enumerate(zip(starts, starts[1:], strict=False))
+            for index, (start, stop) in enumerate(pairwise(starts))
         ]
         return torch.cat(outputs).flatten(1)
 

@@ -17,6 +17,11 @@ BACKENDS: Registry[type[AttentionBackend]] = Registry(
 )
 
 
+def able_backends(layers: list[LayerAttention], device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
+    """Names of the backends that can run these layers, best first."""
+    return tuple(name for name in BACKENDS.names if _can_run(BACKENDS.load(name), layers, device, dtype))
+
+
 def choose_backend(
     name: str | None, layers: list[LayerAttention], device: torch.device, dtype: torch.dtype
 ) -> type[AttentionBackend]:

@@ -32,7 +32,7 @@ class Moe:
 
     def _run_picked(self, x: Tensor, weights: Tensor, picks: Tensor) -> Tensor:
         total = torch.zeros_like(x)
-        for expert in picks.unique().tolist():
+        for expert in torch.unique(picks).tolist():
             tokens, ranks = (picks == expert).nonzero(as_tuple=True)
             part = self.experts[expert].forward(x[tokens])
             total.index_add_(0, tokens, part.mul_(weights[tokens, ranks, None]))
@@ -47,7 +47,7 @@ class Moe:
 
 
 def route(logits: Tensor, spec: MoeSpec) -> tuple[Tensor, Tensor]:
-    """Return the weights and numbers of the experts of each token, both [tokens, num_active]. logits: [tokens, experts]."""
+    """Return the weights and numbers of each token's experts, both [tokens, num_active]. logits: [tokens, experts]."""
     weights, picks = logits.float().softmax(dim=-1).topk(spec.num_active, dim=-1)
     if spec.normalise_weights:
         weights = weights / weights.sum(dim=-1, keepdim=True)

@@ -19,9 +19,7 @@ FORMATS: Registry[type[WeightFormat]] = Registry(
 EXACT_PRECISIONS = frozenset({"exact", "float32"})
 
 
-def choose_format(
-    parts: list[StoredTensor], device: torch.device, dtype: torch.dtype, precision: str
-) -> WeightFormat:
+def choose_format(parts: list[StoredTensor], device: torch.device, dtype: torch.dtype, precision: str) -> WeightFormat:
     """Return the format to pack these parts as one matrix.
 
     "auto" keeps what the file quantised in the first format that accepts it; any other precision is dense.

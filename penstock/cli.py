@@ -1,0 +1,133 @@
+"""The `penstock` command.
+
+Each command imports what it needs when it runs, so that `--help` and `version` load neither torch nor a web server.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+import penstock
+from penstock.commands.flags import takes_options
+from penstock.config import Sourced
+from penstock.errors import PenstockError
+
+EPILOG = "Options can also be set in the environment (PENSTOCK_PORT for --port) or in a TOML file (--config)."
+
+app = typer.Typer(
+    name="penstock",
+    help="Penstock serves language models: an OpenAI-compatible server, from a laptop to a fleet.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens to answer with", show_default=False)]
+Temperature = Annotated[
+    float | None, typer.Option(min=0.0, max=2.0, help="0 is greedy; more is more varied", show_default=False)
+]
+
+
+@app.command(epilog=EPILOG)
+@takes_options()
+def serve(sourced: Sourced) -> int:
+    """Serve a model over OpenAI's API."""
+    from penstock.server import supervisor
+
+    return supervisor.run(sourced)
+
+
+@app.command(epilog=EPILOG)
+@takes_options("model", "revision", "cache_dir")
+def pull(sourced: Sourced) -> int:
+    """Fetch a model into the cache folder."""
+    from penstock.commands import models
+
+    return models.pull(sourced.options)
+
+
+@app.command(epilog=EPILOG)
+@takes_options("cache_dir")
+def models(sourced: Sourced, json: Json = False) -> int:
+    """List the models that can be named and those fetched."""
+    from penstock.commands import models
+
+    return models.show(sourced.options, as_json=json)
+
+
+@app.command()
+def chat(
+    *,
+    url: Annotated[str, typer.Option(help="The server")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key that the server wants", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model to talk to (default: the first served)", show_default=False)
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message", show_default=False)] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+) -> None:
+    """Chat with a server in the terminal; piped lines are turns too."""
+    from penstock.commands import chat
+
+    sampling = {"max_tokens": max_tokens, "temperature": temperature}
+    chat.run(url, api_key, model, system, {name: value for name, value in sampling.items() if value is not None})
+
+
+@app.command(epilog=EPILOG)
+@takes_options(model_is_argument=False)
+def generate(
+    sourced: Sourced,
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads standard input")],
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+) -> int:
+    """Continue a prompt once, without a server."""
+    from penstock.commands import generate
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    return generate.run(sourced, text, max_tokens=max_tokens, temperature=temperature)
+
+
+@app.command(epilog=EPILOG)
+@takes_options()
+def explain(sourced: Sourced, json: Json = False) -> int:
+    """Show every option that `serve` would use, its value and why."""
+    from penstock.commands import explain
+
+    return explain.run(sourced, as_json=json)
+
+
+@app.command(epilog=EPILOG)
+@takes_options("device", "cache_dir", "host", "port")
+def doctor(sourced: Sourced, json: Json = False) -> int:
+    """Check this computer and say what to do."""
+    from penstock.commands import doctor
+
+    return doctor.run(sourced.options, as_json=json)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(f"penstock {penstock.__version__}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. What a person can act on is one sentence on standard error, and status 2."""
+    try:
+        app(args=arguments, prog_name="penstock")
+    except PenstockError as error:
+        Console(stderr=True).print(Text(str(error), style="red"), soft_wrap=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0

@@ -1,0 +1,67 @@
+"""`penstock explain`: every option as `serve` would use it, and why. Loads torch, to ask the device; no weights."""
+
+import dataclasses
+import json
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.commands.progress import fetch_bar
+from penstock.config import Options, Setting, Sourced
+from penstock.engine import config as engine_config
+from penstock.engine.runner.device import probe
+from penstock.models import store
+from penstock.models.registry import spec_for
+from penstock.server import config as server_config
+
+
+def settle(sourced: Sourced) -> list[Setting]:
+    """Return every option once, in the order of the table, as its owner resolves it."""
+    options = sourced.options
+    with fetch_bar() as report:
+        files = store.resolve(
+            options.model,
+            cache_dir=options.cache_dir,
+            revision=options.revision,
+            load_format=options.load_format,
+            progress=report,
+        )
+    spec = spec_for(files)
+    _, engine_settings = engine_config.resolve(sourced, spec, probe(options.device, spec))
+    _, server_settings = server_config.resolve(sourced)
+    settled = {setting.option: setting for setting in engine_settings + server_settings}
+    # What no component has to choose is as it was given.
+    given = {
+        item.name: Setting(item.name, _show(getattr(options, item.name)), sourced.why(item.name))
+        for item in dataclasses.fields(Options)
+    }
+    given["cache_dir"] = Setting("cache_dir", str(store.cache_folder(options.cache_dir)), sourced.why("cache_dir"))
+    return [settled.get(name, setting) for name, setting in given.items()]
+
+
+def run(sourced: Sourced, *, as_json: bool) -> int:
+    settings = settle(sourced)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(setting) for setting in settings], indent=2))
+        return 0
+    groups = {item.name: item.metadata["group"] for item in dataclasses.fields(Options)}
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("option")
+    table.add_column("value", overflow="fold")
+    table.add_column("why", overflow="fold")
+    previous = None
+    for setting in settings:
+        group = groups[setting.option]
+        if previous not in (None, group):
+            table.add_row()
+        previous = group
+        table.add_row(Text(setting.option), Text(setting.value, style="bold"), Text(setting.why, style="dim"))
+    Console().print(table)
+    return 0
+
+
+def _show(value: object) -> str:
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,52 @@
+"""`penstock pull` and `penstock models`: what the model store can name, and what it has."""
+
+import json
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.commands.progress import fetch_bar
+from penstock.config import Options
+from penstock.models import store
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    name: str
+    num_bytes: int  # on disk, or to fetch where `path` is None
+    path: str | None
+
+
+def pull(options: Options) -> int:
+    with fetch_bar() as report:
+        files = store.pull(options.model, cache_dir=options.cache_dir, revision=options.revision, progress=report)
+    Console().print(Text(f"{files.name} is at {files.path}"), soft_wrap=True)
+    return 0
+
+
+def list_models(cache_dir: str | None) -> list[ListedModel]:
+    """Return the fetched models, then the aliases that are not."""
+    fetched = [ListedModel(item.name, item.num_bytes, str(item.path)) for item in store.installed(cache_dir)]
+    names = {item.name for item in fetched}
+    return fetched + [
+        ListedModel(name, wheel.wheel_bytes, None) for name, wheel in store.ALIASES.items() if name not in names
+    ]
+
+
+def show(options: Options, *, as_json: bool) -> int:
+    listed = list_models(options.cache_dir)
+    if as_json:
+        document = [{"name": item.name, "bytes": item.num_bytes, "path": item.path} for item in listed]
+        print(json.dumps(document, indent=2))
+        return 0
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("model")
+    table.add_column("size", justify="right")
+    table.add_column("where", overflow="fold")
+    for item in listed:
+        where = item.path or f"not fetched: penstock pull {item.name}"
+        table.add_row(Text(item.name), f"{item.num_bytes / 1e6:.0f} MB", Text(where))
+    Console().print(table)
+    return 0

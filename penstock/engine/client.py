@@ -1,0 +1,222 @@
+"""The engine as an API worker sees it: prompts in, streams of token events out, over one Unix socket.
+
+Notices by itself when the engine goes away and when it is back. No torch; one event loop.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from penstock.engine.messages import (
+    Abort,
+    EngineInfo,
+    EngineStats,
+    Events,
+    Hello,
+    Submit,
+    TokenEvent,
+    ToEngine,
+    decode_to_client,
+    encode,
+)
+from penstock.errors import EngineFailed, EngineUnavailable
+from penstock.request import SamplingParams
+
+
+class TokenStream(AsyncIterator[TokenEvent]):
+    """One request's events. Those that wait together are merged into one; the last carries `finish`."""
+
+    def __init__(self, client: "EngineClient", request_id: str) -> None:
+        self._client = client
+        self._request_id = request_id
+        self._waiting: TokenEvent | None = None
+        self._arrived = asyncio.Event()
+        self._failure: EngineFailed | None = None
+        self._ended = False
+
+    def __aiter__(self) -> "TokenStream":
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        if self._ended:
+            raise StopAsyncIteration
+        await self._arrived.wait()
+        self._arrived.clear()
+        if self._waiting is None:
+            assert self._failure is not None
+            self._ended = True
+            raise self._failure
+        event, self._waiting = self._waiting, None
+        self._ended = event.finish is not None
+        if self._failure is not None:
+            self._arrived.set()
+        return event
+
+    def abort(self) -> None:
+        """Ask the engine to stop; it frees the request within a step. Does nothing once the request has ended."""
+        self._client.abort(self._request_id)
+
+    def push(self, event: TokenEvent) -> None:
+        """Take an event from the engine."""
+        self._waiting = event if self._waiting is None else _merge(self._waiting, event)
+        self._arrived.set()
+
+    def fail(self, failure: EngineFailed) -> None:
+        """The engine is gone: what has arrived is still given out, then the failure is raised."""
+        self._failure = failure
+        self._arrived.set()
+
+
+def _merge(first: TokenEvent, second: TokenEvent) -> TokenEvent:
+    """Join two events of one request, in order."""
+    logprobs = None
+    if first.logprobs is not None or second.logprobs is not None:
+        logprobs = [*(first.logprobs or ()), *(second.logprobs or ())]
+    return TokenEvent(
+        request_id=first.request_id,
+        token_ids=[*first.token_ids, *second.token_ids],
+        logprobs=logprobs,
+        prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
+        num_cached_tokens=first.num_cached_tokens or second.num_cached_tokens,
+        finish=second.finish,
+        stop_token=second.stop_token,
+        error_code=second.error_code,
+        error=second.error,
+        retry_after_seconds=second.retry_after_seconds,
+    )
+
+
+class EngineClient:
+    """A connection to the engine process. Make it with `connect`."""
+
+    def __init__(self, socket_path: str, identity: bytes) -> None:
+        self.info: EngineInfo | None = None
+        self.stats = EngineStats()
+        self._stats_at: float | None = None
+        self._streams: dict[str, TokenStream] = {}
+        self._ready = asyncio.Event()
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, identity)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        # Queue nothing for an engine that is not there; look for a new one often.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._socket.connect(f"ipc://{socket_path}")
+        self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._receive())]
+
+    @classmethod
+    async def connect(cls, socket_path: str, identity: bytes) -> "EngineClient":
+        """Return a client at once; `wait_ready` tells when the engine answers."""
+        return cls(socket_path, identity)
+
+    @property
+    def connected(self) -> bool:
+        """Whether requests can be submitted now."""
+        return self._ready.is_set()
+
+    @property
+    def stats_age_seconds(self) -> float:
+        return float("inf") if self._stats_at is None else time.monotonic() - self._stats_at
+
+    async def wait_ready(self) -> EngineInfo:
+        """Wait until the engine can serve."""
+        await self._ready.wait()
+        assert self.info is not None
+        return self.info
+
+    def submit(
+        self,
+        *,
+        prompt: list[int],
+        params: SamplingParams,
+        request_id: str,
+        arrival: float,
+        tenant: str = "",
+        adapter: str = "",
+        priority: int = 0,
+    ) -> TokenStream:
+        """Send a request. Raises EngineUnavailable while there is no engine to take it."""
+        if not self.connected:
+            raise EngineUnavailable("the engine is starting or restarting; try again in a few seconds")
+        stream = TokenStream(self, request_id)
+        self._streams[request_id] = stream
+        self._send(
+            Submit(
+                request_id=request_id,
+                prompt=prompt,
+                params=params,
+                arrival=arrival,
+                tenant=tenant,
+                adapter=adapter,
+                priority=priority,
+            )
+        )
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request that still runs."""
+        if request_id in self._streams and self.connected:
+            self._send(Abort([request_id]))
+
+    async def close(self) -> None:
+        """Let go of the socket and of every stream."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._lose("the server is closing")
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def _send(self, message: ToEngine) -> None:
+        # The queue has no limit, so that a send never waits. It fails only while the engine is going away, and then
+        # every stream is about to hear of that.
+        self._socket.send(encode(message), zmq.NOBLOCK).add_done_callback(asyncio.Future.exception)
+
+    async def _receive(self) -> None:
+        while True:
+            message = decode_to_client(await self._socket.recv())
+            match message:
+                case Events(events):
+                    for event in events:
+                        self._deliver(event)
+                case EngineStats():
+                    self.stats = message
+                    self._stats_at = time.monotonic()
+                case EngineInfo():
+                    self.info = message
+                    self._ready.set()
+
+    def _deliver(self, event: TokenEvent) -> None:
+        stream = self._streams.get(event.request_id)
+        if stream is None:
+            return
+        if event.finish is not None:
+            del self._streams[event.request_id]
+        stream.push(event)
+
+    async def _watch(self) -> None:
+        """Follow the connection: greet an engine that appears, end the streams of one that is gone."""
+        while True:
+            event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                await self._socket.send(encode(Hello()))
+            else:
+                self._lose("the engine stopped while it worked on this request; try it again")
+
+    def _lose(self, why: str) -> None:
+        self._ready.clear()
+        self._stats_at = None
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.fail(EngineFailed(why))

@@ -1,0 +1,196 @@
+"""The engine's own settings: every `auto` becomes a value here, once, with its reason. No torch.
+
+What the device is and can do comes in as `DeviceFacts`; what the model is, as its spec.
+"""
+
+from dataclasses import dataclass
+
+from penstock.config import Setting, Sourced, parse_bytes
+from penstock.errors import ConfigError
+from penstock.models.spec import ModelSpec
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+# Without a stated limit the KV cache takes this share of what is free: most of a GPU, little of a shared host.
+_KV_SHARE = {"cpu": 0.25, "cuda": 0.90}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What was found out about the device."""
+
+    kind: str  # cpu or cuda
+    name: str
+    num_threads: int
+    free_bytes: int
+    fast_dtypes: tuple[str, ...]  # dtypes whose matrix products are fast here, best first
+    attention_backends: dict[str, tuple[str, ...]]  # by dtype: those that can run this model here, best first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Resolved and frozen."""
+
+    device: str
+    threads: int
+    precision: str  # auto or exact; float types are exact about their own type
+    dtype: str
+    attention_backend: str
+    max_context_tokens: int
+    max_running: int
+    max_step_tokens: int
+    max_waiting: int
+    block_tokens: int
+    num_blocks: int  # the scratch block included
+    num_host_slots: int
+    prefix_cache: bool
+    speculative: str
+    draft_tokens: int
+
+
+def resolve(sourced: Sourced, spec: ModelSpec, facts: DeviceFacts) -> tuple[EngineConfig, list[Setting]]:
+    """Choose every engine setting and say why. Raises ConfigError for what cannot work together."""
+    return _Resolver(sourced, spec, facts).run()
+
+
+class _Resolver:
+    """Holds what the choices depend on while they are made, in order."""
+
+    def __init__(self, sourced: Sourced, spec: ModelSpec, facts: DeviceFacts) -> None:
+        self.sourced = sourced
+        self.options = sourced.options
+        self.spec = spec
+        self.facts = facts
+        self.settings: list[Setting] = []
+
+    def run(self) -> tuple[EngineConfig, list[Setting]]:
+        options, facts = self.options, self.facts
+        self._note("device", facts.kind, facts.name if options.device == "auto" else self.sourced.why("device"))
+        threads = self._choose("threads", options.threads, facts.num_threads, "physical cores this process may use")
+        dtype = self._dtype()
+        backend = self._attention_backend(dtype)
+        wanted_context = self._context()
+        max_running = self._choose("max_running", options.max_running, *self._default_running())
+        max_step_tokens = self._step_tokens(max_running)
+        num_blocks = self._num_blocks(dtype, max_running, wanted_context)
+        context = self._fit_context(wanted_context, num_blocks)
+        host_bytes = parse_bytes("--host-kv-memory", options.host_kv_memory)
+        for name in ("host_kv_memory", "block_tokens", "prefix_cache", "max_waiting", "speculative", "draft_tokens"):
+            self._note(name, getattr(options, name), self.sourced.why(name))
+        config = EngineConfig(
+            device=facts.kind,
+            threads=threads,
+            precision=options.precision,
+            dtype=dtype,
+            attention_backend=backend,
+            max_context_tokens=context,
+            max_running=max_running,
+            max_step_tokens=max_step_tokens,
+            max_waiting=options.max_waiting,
+            block_tokens=options.block_tokens,
+            num_blocks=num_blocks,
+            num_host_slots=host_bytes // self._block_bytes(dtype) if options.prefix_cache else 0,
+            prefix_cache=options.prefix_cache,
+            speculative=options.speculative,
+            draft_tokens=options.draft_tokens,
+        )
+        return config, self.settings
+
+    def _note(self, option: str, value: object, why: str) -> None:
+        self.settings.append(Setting(option, str(value), why))
+
+    def _choose(self, option: str, given: int | None, automatic: int, why: str) -> int:
+        value = automatic if given is None else given
+        self._note(option, value, f"auto: {why}" if given is None else self.sourced.why(option))
+        return value
+
+    def _dtype(self) -> str:
+        precision = self.options.precision
+        if precision in _ITEM_BYTES:
+            if precision not in self.facts.fast_dtypes and precision != "float32":
+                raise ConfigError(
+                    "--precision", precision, f"on {self.facts.name} it is far slower than float32; use auto or exact"
+                )
+            dtype, why = precision, self.sourced.why("precision")
+        elif precision == "exact":
+            dtype, why = "float32", "exact: the reference's arithmetic"
+        else:
+            dtype = self.facts.fast_dtypes[0]
+            why = f"auto: the fastest dtype on {self.facts.name}; quantised weights keep their own form"
+        self._note("precision", f"{precision} ({dtype})", why)
+        return dtype
+
+    def _attention_backend(self, dtype: str) -> str:
+        given, usable = self.options.attention_backend, self.facts.attention_backends[dtype]
+        if given is not None and given not in usable:
+            raise ConfigError("--attention-backend", given, f"give one that works here: {', '.join(usable)}")
+        self._note(
+            "attention_backend",
+            given or usable[0],
+            self.sourced.why("attention_backend") if given else f"auto: the fastest on {self.facts.kind}",
+        )
+        return given or usable[0]
+
+    def _context(self) -> int:
+        given, most = self.options.max_context_tokens, self.spec.max_position
+        if given is not None and given > most:
+            raise ConfigError("--max-context-tokens", given, f"the model was made for at most {most}")
+        return given or most
+
+    def _default_running(self) -> tuple[int, str]:
+        if self.facts.kind == "cpu":
+            return 32, "a CPU's throughput grows little beyond this"
+        return 256, "a GPU's throughput grows little beyond this"
+
+    def _step_tokens(self, max_running: int) -> int:
+        given = self.options.max_step_tokens
+        if given is not None and given < max_running:
+            raise ConfigError("--max-step-tokens", given, f"give at least --max-running ({max_running})")
+        if self.facts.kind == "cpu":
+            automatic, why = max(256, max_running), "chunks short enough that running requests keep their pace"
+        else:
+            automatic, why = max(8192, max_running), "large enough to keep the GPU's matrix units busy"
+        return self._choose("max_step_tokens", given, automatic, why)
+
+    def _block_bytes(self, dtype: str) -> int:
+        return self.spec.num_layers * 2 * self.options.block_tokens * self.spec.kv_size * _ITEM_BYTES[dtype]
+
+    def _num_blocks(self, dtype: str, max_running: int, context: int) -> int:
+        """Blocks that the memory for KV holds, but no more than the running requests could ever fill."""
+        per_block = self._block_bytes(dtype)
+        blocks_each = -(-context // self.options.block_tokens)
+        if self.options.kv_memory is not None:
+            given = parse_bytes("--kv-memory", self.options.kv_memory)
+            num_blocks = given // per_block
+            why = f"{self.sourced.why('kv_memory')}; {num_blocks} blocks"
+        else:
+            share = _KV_SHARE[self.facts.kind]
+            room = int((self.facts.free_bytes - self._weight_bytes(dtype)) * share)
+            num_blocks = min(room // per_block, blocks_each * max_running)
+            why = f"auto: up to {share:.0%} of free memory, no more than {max_running} longest requests; {num_blocks} blocks"
+        fewest = 1 if self.options.max_context_tokens is None else blocks_each
+        if num_blocks < fewest:
+            raise ConfigError(
+                "--kv-memory",
+                self.options.kv_memory or "auto",
+                f"one request of {context if fewest > 1 else self.options.block_tokens} tokens needs "
+                f"{fewest * per_block} bytes; give more, or lower --max-context-tokens",
+            )
+        self._note("kv_memory", f"{num_blocks * per_block / 2**20:.0f}MiB", why)
+        return num_blocks + 1
+
+    def _weight_bytes(self, dtype: str) -> int:
+        return self.spec.num_parameters * _ITEM_BYTES[dtype]
+
+    def _fit_context(self, wanted: int, num_blocks: int) -> int:
+        """The longest context that one request may have, once the blocks are counted."""
+        room = (num_blocks - 1) * self.options.block_tokens
+        context = min(wanted, room)
+        if self.options.max_context_tokens is not None:
+            why = self.sourced.why("max_context_tokens")
+        elif context < wanted:
+            why = f"auto: what the KV cache holds; the model allows {wanted}"
+        else:
+            why = "auto: what the model was made for"
+        self._note("max_context_tokens", context, why)
+        return context

@@ -1,0 +1,163 @@
+"""The engine process: one loop between a socket and the engine.
+
+`python -m penstock.engine.process` with an `EngineSetup` as JSON on standard input. Never parses HTTP, never sees text,
+never waits for a client. Ends when told to, or when its parent is gone.
+"""
+
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+
+import zmq
+
+from penstock import telemetry
+from penstock.engine.builder import BuiltEngine, build_engine
+from penstock.engine.messages import (
+    STATS_SECONDS,
+    Abort,
+    EngineInfo,
+    Events,
+    Goodbye,
+    Hello,
+    Shutdown,
+    Submit,
+    TokenEvent,
+    decode_to_engine,
+    encode,
+)
+from penstock.engine.scheduler.scheduler import Addressed
+from penstock.engine.setup import Progress, Refused, decode_setup, encode_notice
+from penstock.engine.timeline import Timeline
+from penstock.errors import PenstockError
+
+log = logging.getLogger("penstock.engine")
+
+
+class EngineProcess:
+    """Owns the socket and turns frames into calls, events into frames."""
+
+    def __init__(self, built: BuiltEngine, socket_path: str, timeline: Timeline) -> None:
+        self._engine = built.engine
+        self._built = built
+        self._timeline = timeline
+        self._epoch = uuid.uuid4().hex
+        self._parent = os.getppid()
+        self._clients: set[bytes] = set()
+        self._stats_due = 0.0
+        self._stopping = False
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        # Events must never be dropped: a slow worker's queue grows, and the worker bounds its own clients.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(f"ipc://{socket_path}")
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        while not self._stopping:
+            self._receive(wait=not self._engine.has_work)
+            if self._engine.has_work:
+                self._send(self._engine.step())
+            self._send_stats()
+        self._engine.runner.close()
+        self._context.destroy(linger=0)
+
+    def stop(self) -> None:
+        """End after the current step."""
+        self._stopping = True
+
+    def _receive(self, *, wait: bool) -> None:
+        """Take in every frame that is there; with nothing to do, wait for one until stats are due."""
+        if wait and not self._socket.poll(max(1.0, (self._stats_due - time.monotonic()) * 1000)):
+            self._stopping = self._stopping or os.getppid() != self._parent
+            return
+        while True:
+            try:
+                client, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(client, frame)
+
+    def _handle(self, client: bytes, frame: bytes) -> None:
+        message = decode_to_engine(frame)
+        match message:
+            case Submit():
+                self._send(self._engine.submit(message, client))
+            case Abort(request_ids):
+                self._send(self._engine.abort(client, request_ids))
+            case Hello():
+                self._clients.add(client)
+                self._socket.send_multipart([client, encode(self._info())])
+                self._stats_due = 0.0
+            case Goodbye(identity):
+                self._clients.discard(identity)
+                self._engine.drop_client(identity)
+            case Shutdown():
+                self._stopping = True
+
+    def _send(self, events: list[Addressed]) -> None:
+        """One frame per client: tokens that wait together leave together."""
+        by_client: dict[bytes, list[TokenEvent]] = {}
+        for client, event in events:
+            by_client.setdefault(client, []).append(event)
+        for client, group in by_client.items():
+            self._socket.send_multipart([client, encode(Events(group))])
+
+    def _send_stats(self) -> None:
+        now = time.monotonic()
+        if now < self._stats_due:
+            return
+        self._stats_due = now + STATS_SECONDS
+        self._stopping = self._stopping or os.getppid() != self._parent
+        frame = encode(self._engine.stats())
+        for client in self._clients:
+            self._socket.send_multipart([client, frame])
+
+    def _info(self) -> EngineInfo:
+        config, spec = self._built.config, self._built.spec
+        return EngineInfo(
+            epoch=self._epoch,
+            max_context_tokens=config.max_context_tokens,
+            vocab_size=spec.vocab_size,
+            eos_token_ids=list(spec.eos_token_ids),
+            num_blocks=config.num_blocks - 1,
+            block_tokens=config.block_tokens,
+            device=config.device,
+            timeline=self._timeline.phases,
+            settings=[(item.option, item.value, item.why) for item in self._built.settings],
+        )
+
+
+def main() -> int:
+    setup = decode_setup(sys.stdin.buffer.read())
+    telemetry.configure_logging("json" if setup.log_format == "json" else "text", process="engine")
+    timeline = Timeline(setup.started)
+    timeline.mark("import torch")
+    try:
+        built = build_engine(setup.sourced, setup.files, timeline, progress=_report_progress)
+    except PenstockError as error:
+        _notify(Refused(str(error)))
+        return 2
+    process = EngineProcess(built, setup.socket_path, timeline)
+    # An interrupt from the terminal reaches every process: what it means is the supervisor's to say.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: process.stop())
+    process.run()
+    return 0
+
+
+def _report_progress(done_bytes: int, total_bytes: int, name: str) -> None:
+    _notify(Progress(done_bytes, total_bytes, name))
+
+
+def _notify(notice: Progress | Refused) -> None:
+    sys.stdout.buffer.write(encode_notice(notice))
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

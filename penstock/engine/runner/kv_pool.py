@@ -1,0 +1,50 @@
+"""The KV cache's memory, on the device and in the host tier. Moves blocks between them; knows nothing of their owners."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.engine.scheduler.step_plan import TierCopy
+from penstock.models.spec import ModelSpec
+
+
+def block_bytes(spec: ModelSpec, block_tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers, keys and values."""
+    return spec.num_layers * 2 * block_tokens * spec.kv_size * dtype.itemsize
+
+
+class KvPool:
+    """One tensor per layer: [2, blocks, block_tokens, kv_heads, head_dim], keys then values."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        num_blocks: int,
+        num_host_slots: int,
+        block_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        inner = (block_tokens, spec.num_kv_heads, spec.head_dim)
+        self.layers = [
+            torch.zeros(2, num_blocks, *inner, dtype=dtype, device=device) for _ in range(spec.num_layers)
+        ]
+        self._host: Tensor | None = None
+        if num_host_slots:
+            pinned = device.type == "cuda"
+            self._host = torch.empty(
+                num_host_slots, spec.num_layers, 2, *inner, dtype=dtype, pin_memory=pinned
+            )
+
+    def copy(self, copies: Sequence[TierCopy]) -> None:
+        """Move blocks between device and host, in order."""
+        for item in copies:
+            assert self._host is not None
+            host_block = self._host[item.host_slot]
+            for layer, pool in enumerate(self.layers):
+                if item.to_host:
+                    host_block[layer].copy_(pool[:, item.block], non_blocking=True)
+                else:
+                    pool[:, item.block].copy_(host_block[layer], non_blocking=True)

@@ -1,0 +1,83 @@
+"""How each row samples: what its request asked for, ready to be gathered for a step's rows.
+
+Scalars sit in host arrays, one entry per row; the rare vocabulary-wide state (token counts for penalties) is made on
+the device the first time a request needs it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.scheduler.step_plan import RowStart
+from penstock.request import SamplingParams
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """Which tokens a row has, for penalties. [rows, vocab] each."""
+
+    output: Tensor  # int32: how often in the answer
+    seen: Tensor  # bool: in the prompt or the answer
+
+
+class RowParameters:
+    """Sampling parameters of all rows."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._shape = (num_rows, vocab_size)
+        self.params: list[SamplingParams] = [SamplingParams()] * num_rows
+        self.num_prompt_tokens = np.zeros(num_rows, np.int64)
+        self.temperature = np.zeros(num_rows, np.float32)
+        self.top_k = np.zeros(num_rows, np.int64)
+        self.top_p = np.ones(num_rows, np.float32)
+        self.min_p = np.zeros(num_rows, np.float32)
+        self.seed = np.zeros(num_rows, np.int64)
+        # Rows whose logits need more than temperature and filters: penalties, biases, a minimum length.
+        self.edits_logits = np.zeros(num_rows, bool)
+        self.wants_logprobs = np.zeros(num_rows, bool)
+        self.counts: TokenCounts | None = None
+
+    def start(self, start: RowStart) -> None:
+        """Take over a row's new owner."""
+        row, params = start.row, start.params
+        self.params[row] = params
+        self.num_prompt_tokens[row] = start.num_prompt_tokens
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seed[row] = start.seed
+        self.edits_logits[row] = params.has_penalties or bool(params.logit_bias) or params.min_tokens > 0
+        self.wants_logprobs[row] = params.logprobs is not None
+        if params.has_penalties:
+            self._count(start)
+
+    def count_sampled(self, rows: Sequence[int], tokens: Tensor) -> None:
+        """Add sampled tokens, one per row, to the counts of rows that have penalties."""
+        chosen = [index for index, row in enumerate(rows) if self.params[row].has_penalties]
+        if not chosen or self.counts is None:
+            return
+        row_index = torch.tensor([rows[index] for index in chosen], device=self._device)
+        token_index = tokens[torch.tensor(chosen, device=self._device)]
+        self.counts.output[row_index, token_index] += 1
+        self.counts.seen[row_index, token_index] = True
+
+    def to_device(self, values: np.ndarray, rows: np.ndarray) -> Tensor:
+        """Gather a host array's entries of these rows onto the device."""
+        return torch.from_numpy(values[rows]).to(self._device, non_blocking=True)
+
+    def _count(self, start: RowStart) -> None:
+        if self.counts is None:
+            self.counts = TokenCounts(
+                torch.zeros(self._shape, dtype=torch.int32, device=self._device),
+                torch.zeros(self._shape, dtype=torch.bool, device=self._device),
+            )
+        tokens = torch.tensor(start.token_ids, device=self._device)
+        output = tokens[start.num_prompt_tokens :]
+        self.counts.output[start.row] = torch.bincount(output, minlength=self._shape[1])
+        self.counts.seen[start.row] = False
+        self.counts.seen[start.row, tokens] = True

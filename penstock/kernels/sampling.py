@@ -1,0 +1,117 @@
+"""Choosing tokens from logits: one uniform number per draw, no full sort.
+
+A draw depends on its row's logits, parameters, seed and position alone, so it is the same whatever else is in the
+batch, however the prompt was chunked and wherever the request resumed. Never hears of a request.
+"""
+
+import torch
+from torch import Tensor
+
+# Candidates that top-p looks at before it falls back to sorting the whole vocabulary.
+_TOP_CANDIDATES = 1024
+
+_MASK = (1 << 64) - 1
+
+
+def _as_signed(value: int) -> int:
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+_INCREMENT = _as_signed(0x9E3779B97F4A7C15)
+_MIX_1 = _as_signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _as_signed(0x94D049BB133111EB)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's finaliser: every input bit reaches every output bit. Wraps around on purpose."""
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return one number in [0, 1) for each (seed, position). seeds, positions: [n] int64 -> [n] float32."""
+    mixed = _mix(_mix(seeds + _INCREMENT) + positions * _INCREMENT)
+    return _shift_right(mixed, 40).to(torch.float32) * 2.0**-24
+
+
+def best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (highest logit, its token) of each row. NaN wins, so a broken row shows. logits: [n, vocab]."""
+    found = logits.max(dim=-1)
+    return found.values, found.indices
+
+
+def draw(logits: Tensor, temperatures: Tensor, numbers: Tensor) -> Tensor:
+    """Draw from each row's whole distribution. logits: [n, vocab]; temperatures, numbers: [n] -> [n] int64."""
+    probabilities = torch.softmax(logits / temperatures[:, None], dim=-1)
+    return _invert(probabilities, numbers)
+
+
+def draw_filtered(
+    logits: Tensor, temperatures: Tensor, numbers: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """Draw after top-k, then min-p, then top-p. top_k: [n] int64, 0 for no limit; others: [n] float32."""
+    vocab_size = logits.shape[-1]
+    probabilities = torch.softmax(logits / temperatures[:, None], dim=-1)
+    limit = min(vocab_size, _TOP_CANDIDATES)
+    ranked, tokens = torch.topk(probabilities, limit, dim=-1)
+    if limit < vocab_size and bool(_needs_more(ranked, top_k, top_p, min_p).any()):
+        ranked, tokens = torch.sort(probabilities, dim=-1, descending=True)
+    ranks = torch.arange(ranked.shape[-1], device=logits.device)
+    kept = torch.where((top_k[:, None] == 0) | (ranks < top_k[:, None]), ranked, 0.0)
+    kept = torch.where(kept >= min_p[:, None] * kept[:, :1], kept, 0.0)
+    # Unfiltered so far, the whole distribution's mass is one, though the candidates may hold less.
+    mass = torch.where((top_k == 0) & (min_p == 0.0), 1.0, kept.sum(dim=-1))
+    before = kept.cumsum(dim=-1) - kept
+    kept = torch.where(before < (top_p * mass)[:, None], kept, 0.0)
+    return tokens.gather(1, _invert(kept, numbers)[:, None])[:, 0]
+
+
+def _needs_more(ranked: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Rows whose filters may keep a token beyond the candidates."""
+    by_rank = (top_k > 0) & (top_k <= ranked.shape[-1])
+    by_share = ranked[:, -1] < min_p * ranked[:, 0]
+    by_mass = (top_k == 0) & (min_p == 0.0) & (top_p < 1.0) & (ranked.sum(dim=-1) >= top_p)
+    return ~(by_rank | by_share | by_mass)
+
+
+def _invert(weights: Tensor, numbers: Tensor) -> Tensor:
+    """Return, for each row, the first index whose running sum exceeds number x total."""
+    sums = weights.cumsum(dim=-1)
+    targets = numbers * sums[:, -1]
+    found = torch.searchsorted(sums, targets[:, None], right=True)[:, 0]
+    # A target that rounds up to the total would fall off the end: take the last index that has weight.
+    last = (sums < sums[:, -1:]).sum(dim=-1)
+    return torch.minimum(found, last)
+
+
+def log_probabilities(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens' log-probabilities [n], and the `num_top` best, [n, num_top] values and ids."""
+    normalised = torch.log_softmax(logits, dim=-1)
+    chosen = normalised.gather(1, tokens[:, None])[:, 0]
+    top = normalised.topk(num_top, dim=-1)
+    return chosen, top.values, top.indices
+
+
+def penalise(
+    logits: Tensor,
+    output_counts: Tensor,
+    seen: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
+) -> Tensor:
+    """Lower the logits of tokens already there.
+
+    Presence and frequency look at the answer, repetition at prompt and answer.
+    logits: [n, vocab]; output_counts: [n, vocab] int32; seen: [n, vocab] bool; the rest: [n].
+    """
+    factor = torch.where(seen, repetition[:, None], 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    return logits - presence[:, None] * (output_counts > 0) - frequency[:, None] * output_counts

@@ -1,0 +1,128 @@
+"""Models from a Hugging Face hub: settings, tokenizer and safetensors or GGUF, never pickled weights.
+
+`huggingface_hub` does the work: it resumes, locks, and honours HF_TOKEN and HF_HUB_OFFLINE. No torch.
+"""
+
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from httpx import HTTPError
+from huggingface_hub import constants, hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from tqdm.auto import tqdm
+
+from penstock.errors import ModelError, ModelNotFound
+from penstock.models.download import Progress, storing_in
+
+_SETTINGS_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+]
+_WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
+# Other people's formats of the same weights, and what lies in subfolders (ONNX, original checkpoints).
+_UNWANTED = ["*/*", "consolidated*"]
+
+
+def default_folder() -> Path:
+    """Where `huggingface_hub` keeps what it fetched."""
+    return Path(constants.HF_HUB_CACHE)
+
+
+def fetch_folder(
+    hub_id: str, *, folder: Path, revision: str | None, weights: bool, progress: Progress | None = None
+) -> Path:
+    """Return the local snapshot of a repository, fetched or brought up to date. Its name is the commit."""
+    patterns = _SETTINGS_FILES + (_WEIGHT_FILES if weights else [])
+    with storing_in(folder), _explained(hub_id, revision):
+        path = snapshot_download(
+            hub_id,
+            revision=revision,
+            cache_dir=folder,
+            allow_patterns=patterns,
+            ignore_patterns=_UNWANTED,
+            endpoint=os.environ.get("HF_ENDPOINT"),
+            tqdm_class=_reporting_bar(hub_id, progress),
+        )
+    return Path(path)
+
+
+def fetch_file(
+    hub_id: str, file_name: str, *, folder: Path, revision: str | None, progress: Progress | None = None
+) -> Path:
+    """Return the local copy of one file of a repository, such as a GGUF file."""
+    with storing_in(folder), _explained(hub_id, revision, file_name):
+        path = hf_hub_download(
+            hub_id,
+            file_name,
+            revision=revision,
+            cache_dir=folder,
+            endpoint=os.environ.get("HF_ENDPOINT"),
+            tqdm_class=_reporting_bar(hub_id, progress),
+        )
+    return Path(path)
+
+
+@contextmanager
+def _explained(hub_id: str, revision: str | None, file_name: str | None = None) -> Iterator[None]:
+    """Turn the hub's errors into sentences that say what to do."""
+    try:
+        yield
+    except GatedRepoError as error:
+        raise ModelError(
+            f"hub model {hub_id} asks you to accept its terms: do so on its page, then set HF_TOKEN"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelNotFound(
+            f"the hub has no model {hub_id}, or it is private: check the spelling, or set HF_TOKEN"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelNotFound(f"hub model {hub_id} has no branch, tag or commit {revision!r}") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"hub model {hub_id} is not here yet, and the hub cannot be reached; "
+            "check the network, HF_ENDPOINT and HF_HUB_OFFLINE"
+        ) from error
+    except EntryNotFoundError as error:
+        raise ModelNotFound(f"hub model {hub_id} has no file {file_name}") from error
+    except HFValidationError as error:
+        raise ModelNotFound(f"{hub_id!r} is no hub id; give one such as organisation/model") from error
+    except HfHubHTTPError as error:
+        raise ModelError(
+            f"the hub answered {error.response.status_code} for model {hub_id}; try again later"
+        ) from error
+    except HTTPError as error:
+        raise ModelError(
+            f"the connection to the hub broke ({error}); what came is kept, and the next try goes on from there"
+        ) from error
+
+
+def _reporting_bar(hub_id: str, progress: Progress | None) -> type[Any]:
+    """Return a progress bar class that draws nothing and passes bytes on to `progress`."""
+
+    class ReportingBar(tqdm):  # type: ignore[misc]  # tqdm has no types
+        def __init__(self, *args: Any, **options: Any) -> None:
+            options.pop("name", None)  # the hub's own bars have a name, tqdm's do not
+            super().__init__(*args, **{**options, "file": io.StringIO(), "disable": False})
+
+        def display(self, *_args: Any, **_options: Any) -> bool:
+            if progress is not None and self.unit == "B" and self.n:
+                progress(int(self.n), int(self.total) if self.total else None, hub_id)
+            return True
+
+    return ReportingBar

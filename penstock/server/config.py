@@ -1,0 +1,122 @@
+"""The server's own configuration: resolved once from the options, frozen, explained.
+
+Also reads what the options name, so that a wrong file is an error at start-up: the keys and the chat template. Knows
+nothing of the engine.
+"""
+
+import ipaddress
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.config import Options, Setting, Sourced
+from penstock.errors import ConfigError
+from penstock.server.auth import ApiKey, load_keys
+from penstock.telemetry import LogFormat
+
+_CORES_PER_WORKER = 8
+_MAX_AUTO_WORKERS = 8
+_MAX_TEMPLATE_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    host: str
+    port: int
+    workers: int
+    served_name: str
+    keys: tuple[ApiKey, ...]  # empty: open to anyone who can connect
+    chat_template: str | None  # the template's text, where it replaces the model's
+    max_body_bytes: int
+    drain_seconds: float
+    log_format: LogFormat
+
+
+def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
+    """Return the configuration and why each value is what it is. Raises ConfigError."""
+    options = sourced.options
+    keys = load_keys(options.keys) if options.keys is not None else ()
+    if not keys and not _is_loopback(options.host):
+        right = "beyond loopback API keys are needed: give --keys FILE, or --host 127.0.0.1"
+        raise ConfigError("--host", options.host, right)
+    workers, why_workers = _workers(sourced)
+    log_format, why_log_format = _log_format(sourced)
+    served_name, why_served_name = _served_name(sourced)
+    config = ServerConfig(
+        host=options.host,
+        port=options.port,
+        workers=workers,
+        served_name=served_name,
+        keys=keys,
+        chat_template=_read_template(options.chat_template) if options.chat_template is not None else None,
+        max_body_bytes=options.max_body_bytes,
+        drain_seconds=options.drain_seconds,
+        log_format=log_format,
+    )
+    settings = [
+        Setting("served_name", served_name, why_served_name),
+        Setting("chat_template", options.chat_template or "the model's own", sourced.why("chat_template")),
+        Setting("host", options.host, sourced.why("host")),
+        Setting("port", str(options.port), sourced.why("port")),
+        Setting("workers", str(workers), why_workers),
+        Setting("keys", f"{options.keys} ({len(keys)} keys)" if keys else "none: open", sourced.why("keys")),
+        Setting("max_body_bytes", str(options.max_body_bytes), sourced.why("max_body_bytes")),
+        Setting("drain_seconds", f"{options.drain_seconds:g}", sourced.why("drain_seconds")),
+        Setting("log_format", log_format, why_log_format),
+    ]
+    return config, settings
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False  # a name may point anywhere
+
+
+def _workers(sourced: Sourced) -> tuple[int, str]:
+    if sourced.options.workers is not None:
+        return sourced.options.workers, sourced.why("workers")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = max(1, min(cores // _CORES_PER_WORKER, _MAX_AUTO_WORKERS))
+    return workers, f"auto: one for each {_CORES_PER_WORKER} of {cores} cores, at least 1, at most {_MAX_AUTO_WORKERS}"
+
+
+def _log_format(sourced: Sourced) -> tuple[LogFormat, str]:
+    wanted = sourced.options.log_format
+    if wanted == "auto":
+        if sys.stderr.isatty():
+            return "text", "auto: standard error is a terminal"
+        return "json", "auto: standard error is not a terminal"
+    return ("json" if wanted == "json" else "text"), sourced.why("log_format")
+
+
+def _served_name(sourced: Sourced) -> tuple[str, str]:
+    options: Options = sourced.options
+    if options.served_name is not None:
+        if not options.served_name.strip():
+            raise ConfigError("--served-name", options.served_name, "give a name, or leave it out")
+        return options.served_name, sourced.why("served_name")
+    path = Path(options.model)
+    if path.suffix == ".gguf":
+        return path.stem, "auto: the model file's name"
+    if path.is_dir():
+        return path.resolve().name, "auto: the model folder's name"
+    return options.model, "auto: the model's name"
+
+
+def _read_template(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MAX_TEMPLATE_BYTES + 1)
+        text = data.decode("utf-8")
+    except OSError as error:
+        raise ConfigError("--chat-template", path, f"it cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("--chat-template", path, "it is not UTF-8 text") from error
+    if len(data) > _MAX_TEMPLATE_BYTES:
+        raise ConfigError("--chat-template", path, f"it is larger than {_MAX_TEMPLATE_BYTES} bytes")
+    return text

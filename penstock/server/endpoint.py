@@ -1,0 +1,82 @@
+"""What a route must say of itself: path, who may call it, what it takes and gives.
+
+Every route of the app goes through a `GuardedHandler`; `check_access` refuses an app where one does not. Knows nothing
+of what the routes do.
+"""
+
+import enum
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from penstock.errors import NotPermitted
+from penstock.protocol.wire import WireModel
+from penstock.server.auth import KeyRing
+from penstock.telemetry import RequestRecord
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+_RECORD = "penstock.record"
+
+
+class Access(enum.StrEnum):
+    PUBLIC = "public"  # anyone who can connect
+    CLIENT = "client"  # any API key
+    ADMIN = "admin"  # an API key with admin = true
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """One route, as data."""
+
+    method: str
+    path: str
+    handler: Handler
+    access: Access
+    summary: str
+    tag: str
+    takes: type[WireModel] | None = None
+    gives: type[msgspec.Struct] | str = "application/json"  # a type, or only the media type
+    streams: type[msgspec.Struct] | None = None  # the type of its server-sent events
+    in_document: bool = True
+
+
+class GuardedHandler:
+    """A route's handler behind its access check."""
+
+    def __init__(self, endpoint: Endpoint, keys: KeyRing) -> None:
+        self.endpoint = endpoint
+        self._keys = keys
+
+    async def __call__(self, request: Request) -> Response:
+        record = record_of(request)
+        record.route = self.endpoint.path
+        if self.endpoint.access is not Access.PUBLIC:
+            caller = self._keys.identify(request.headers.get("authorization"))
+            record.tenant = caller.tenant
+            if self.endpoint.access is Access.ADMIN and not caller.admin:
+                raise NotPermitted("this route needs an API key with admin = true")
+        return await self.endpoint.handler(request)
+
+
+def check_access(routes: Iterable[BaseRoute]) -> None:
+    """Raise unless every route declares who may call it."""
+    for route in routes:
+        handler = getattr(route, "endpoint", None)
+        if not isinstance(handler, GuardedHandler) or not isinstance(handler.endpoint.access, Access):
+            raise RuntimeError(f"route {getattr(route, 'path', route)!r} declares no access class; add an Endpoint for it")
+
+
+def attach_record(scope: dict[str, object], record: RequestRecord) -> None:
+    scope[_RECORD] = record
+
+
+def record_of(request: Request) -> RequestRecord:
+    """Return the record that the front door opened for this request."""
+    record = request.scope[_RECORD]
+    assert isinstance(record, RequestRecord)
+    return record

@@ -1,0 +1,145 @@
+"""The one way an answer leaves: as server-sent events while it is made, or whole.
+
+Nothing is sent before the engine gave a first piece, so that a refusal still has its HTTP status; after that an error
+is an event of its own and the stream ends without [DONE]. Knows nothing of the shape of any API: that is a `Reply`'s.
+"""
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from contextlib import aclosing
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock.errors import PenstockError
+from penstock.protocol.errors import reply_for
+from penstock.protocol.generation import Usage
+from penstock.server.answer import Answer, Choice
+from penstock.server.open_answers import ClientGone, OpenAnswers
+from penstock.server.text_assembly import ScoredToken, TextPiece
+from penstock.telemetry import RequestRecord
+
+DONE = b"data: [DONE]\n\n"
+CLIENT_GONE_STATUS = 499  # for logs and metrics only: nobody is there to read it
+
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_logger = logging.getLogger(__name__)
+_encoder = msgspec.json.Encoder()
+
+
+def event(message: msgspec.Struct) -> bytes:
+    """Return one server-sent event."""
+    return b"data: %b\n\n" % _encoder.encode(message)
+
+
+class Reply(ABC):
+    """How one API writes an answer."""
+
+    @abstractmethod
+    def events(self, choice: Choice, piece: TextPiece) -> bytes:
+        """Return the events that tell of this piece."""
+
+    @abstractmethod
+    def usage_event(self, usage: Usage) -> bytes:
+        """Return the last event's usage, or nothing where the caller did not ask for it."""
+
+    @abstractmethod
+    def whole(self, texts: list[tuple[Choice, TextPiece]], usage: Usage) -> bytes:
+        """Return the body of a response that was not streamed; one merged piece for each choice."""
+
+
+class AnswerResponse(Response):
+    """Delivers an answer and writes its outcome into the request's record."""
+
+    def __init__(
+        self, answer: Answer, reply: Reply, *, stream: bool, record: RequestRecord, answers: OpenAnswers
+    ) -> None:
+        super().__init__()
+        self._answer = answer
+        self._reply = reply
+        self._stream = stream
+        self._record = record
+        self._answers = answers
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = self._send_events(send) if self._stream else self._send_whole(send)
+        try:
+            await self._answers.attend(self._answer, work, receive)
+        except ClientGone:
+            self._record.finish = "abort"
+            self._record.status = self._record.status or CLIENT_GONE_STATUS
+        except PenstockError as error:
+            await self._send_error(error, send)
+        except Exception as error:
+            _logger.exception("an answer could not be delivered (request %s)", self._record.request_id)
+            await self._send_error(error, send)
+        finally:
+            self._note_outcome()
+
+    async def _send_events(self, send: Send) -> None:
+        async with aclosing(self._answer.batches()) as batches:
+            async for batch in batches:
+                events = b"".join([self._reply.events(choice, piece) for choice, piece in batch])
+                if not self._started:
+                    self._note_first_token()
+                    await self._start(send, 200, _EVENT_HEADERS)
+                if events:
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
+        self._note_outcome()
+        end = self._reply.usage_event(self._answer.usage()) + DONE
+        await send({"type": "http.response.body", "body": end, "more_body": False})
+
+    async def _send_whole(self, send: Send) -> None:
+        pieces: dict[int, list[TextPiece]] = {choice.index: [] for choice in self._answer.choices}
+        async with aclosing(self._answer.batches()) as batches:
+            async for batch in batches:
+                self._note_first_token()
+                for choice, piece in batch:
+                    pieces[choice.index].append(piece)
+        texts = [(choice, _merged(pieces[choice.index])) for choice in self._answer.choices]
+        self._note_outcome()
+        await self._send_body(send, 200, self._reply.whole(texts, self._answer.usage()), [])
+
+    async def _send_error(self, error: Exception, send: Send) -> None:
+        reply = reply_for(error)
+        self._record.error_code = reply.code
+        if self._started:
+            event_body = b"data: %b\n\n" % reply.body
+            await send({"type": "http.response.body", "body": event_body, "more_body": False})
+            return
+        headers = [(name.encode(), value.encode()) for name, value in reply.headers.items()]
+        await self._send_body(send, reply.status, reply.body, headers)
+
+    async def _send_body(self, send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        length = str(len(body)).encode()
+        fixed = [(b"content-type", b"application/json"), (b"content-length", length)]
+        await self._start(send, status, fixed + headers)
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _start(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._started = True
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+
+    def _note_first_token(self) -> None:
+        if self._record.ttft_seconds is None:
+            self._record.ttft_seconds = time.monotonic() - self._record.arrival
+
+    def _note_outcome(self) -> None:
+        usage = self._answer.usage()
+        self._record.prompt_tokens = usage.prompt_tokens
+        self._record.cached_tokens = usage.prompt_tokens_details.cached_tokens
+        self._record.output_tokens = usage.completion_tokens
+        reasons = {str(choice.finish) for choice in self._answer.choices if choice.finish is not None}
+        self._record.finish = self._record.finish or ",".join(sorted(reasons))
+
+
+def _merged(pieces: list[TextPiece]) -> TextPiece:
+    tokens: list[ScoredToken] = [token for piece in pieces for token in piece.tokens]
+    return TextPiece("".join(piece.text for piece in pieces), tokens, pieces[-1].finish)

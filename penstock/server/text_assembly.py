@@ -1,0 +1,132 @@
+"""From token events to text that may be shown: whole characters only, nothing of a stop string, scores beside it.
+
+One assembler serves one choice. Knows nothing of HTTP, of other choices or of time.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from penstock.engine.messages import TokenEvent, TokenLogprob
+from penstock.engine.tokenizer import Detokenizer, StopMatcher, Tokenizer
+from penstock.request import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token's log-probabilities and where its text begins in the answer, in characters."""
+
+    score: TokenLogprob
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """What one event added. `tokens` are those whose text has now been shown, when scores were asked for."""
+
+    text: str = ""
+    tokens: list[ScoredToken] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.text and not self.tokens and self.finish is None
+
+
+@dataclass(slots=True)
+class _Waiting:
+    token: ScoredToken
+    end: int | None  # where its text ends; None while its last character is incomplete
+
+
+class TextAssembler:
+    """Turns the token events of one request into pieces of text.
+
+    `num_tokens` counts the tokens made, the one that ended the answer included; after a stop string matched, those up
+    to the match. `finish` is set with the last piece, and `push` may not be called after it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self.num_tokens = 0
+        self.finish: FinishReason | None = None
+        self._detokenizer = Detokenizer(tokenizer)
+        self._matcher = StopMatcher(list(params.stop)) if params.stop else None
+        self._min_tokens = params.min_tokens
+        self._scored = params.logprobs is not None
+        self._waiting: deque[_Waiting] = deque()
+        self._num_made = 0  # characters that came out of the tokens
+        self._num_shown = 0  # characters that left in pieces
+
+    def push(self, event: TokenEvent) -> TextPiece:
+        """Take what one step gave and return what may now be shown."""
+        assert self.finish is None
+        token_ids = event.token_ids if event.stop_token is None else event.token_ids[:-1]
+        if self._matcher is None and not self._scored:
+            text = self._detokenizer.push(token_ids)
+            self.num_tokens += len(token_ids)
+        else:
+            text = self._push_each(token_ids, event.logprobs or [])
+        if self.finish is None and event.finish is not None:
+            self.num_tokens += event.stop_token is not None
+            text += self._flush()
+            self.finish = self.finish or event.finish  # the last text may have completed a stop string
+        return TextPiece(text, self._release(text), self.finish)
+
+    def _push_each(self, token_ids: list[int], scores: list[TokenLogprob]) -> str:
+        """Go token by token, to know which of them completes a stop string and where each one's text lies."""
+        shown = []
+        for place, token_id in enumerate(token_ids):
+            text = self._detokenizer.push([token_id])
+            self.num_tokens += 1
+            if self._scored:
+                self._note(scores[place], text)
+            self._num_made += len(text)
+            shown.append(self._match(text))
+            if self.finish is not None:
+                break
+        return "".join(shown)
+
+    def _match(self, text: str) -> str:
+        """Return the part of the text that no stop string can still claim."""
+        if self._matcher is None or self.num_tokens < self._min_tokens:
+            return text
+        safe, matched = self._matcher.push(text)
+        if matched is not None:
+            self.finish = FinishReason.STOP
+        return safe
+
+    def _flush(self) -> str:
+        """Return what was held back, now that nothing more can come."""
+        rest = self._detokenizer.flush()
+        self._num_made += len(rest)
+        text = self._match(rest)
+        if self._matcher is not None and self.finish is None:
+            text += self._matcher.flush()
+        return text
+
+    def _note(self, score: TokenLogprob, text: str) -> None:
+        self._waiting.append(_Waiting(ScoredToken(score, self._num_made), None))
+        if text:
+            for waiting in reversed(self._waiting):
+                if waiting.end is not None:
+                    break
+                waiting.end = self._num_made + len(text)
+
+    def _release(self, text: str) -> list[ScoredToken]:
+        """Return the tokens whose text was shown; at the end, those of which any part was."""
+        self._num_shown += len(text)
+        released = []
+        while self._waiting:
+            waiting = self._waiting[0]
+            if self.finish is None:
+                ready = waiting.end is not None and waiting.end <= self._num_shown
+            else:
+                # Behind a matched stop string lies nothing but what was cut off.
+                cut = self._num_shown < self._num_made
+                ready = not cut or waiting.token.offset < self._num_shown
+            if not ready:
+                break
+            released.append(waiting.token)
+            self._waiting.popleft()
+        if self.finish is not None:
+            self._waiting.clear()
+        return released

@@ -1,0 +1,117 @@
+"""Log lines: one JSON object or one readable line each, and the line that sums up a request.
+
+Never sees a prompt or an answer: only identities, counts, seconds and outcomes. Knows nothing of HTTP or the engine.
+"""
+
+import datetime
+import json
+import logging
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TextIO
+
+LogFormat = Literal["json", "text"]
+
+_ACCESS_LOGGER = "penstock.access"
+_FIELDS = "penstock_fields"
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What is known of one HTTP request. Filled in on its way, written as one line at its end."""
+
+    request_id: str
+    method: str
+    path: str
+    arrival: float  # time.monotonic() when its head was read
+    route: str = "unmatched"  # the declared path, not the caller's
+    tenant: str = ""
+    model: str = ""
+    completion_id: str = ""
+    stream: bool = False
+    num_choices: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    ttft_seconds: float | None = None
+    total_seconds: float = 0.0
+    finish: str = ""  # finish reasons of the choices, without repeats
+    status: int = 0
+    error_code: str = ""
+
+
+def configure_logging(log_format: LogFormat, *, process: str, stream: TextIO | None = None) -> None:
+    """Send the whole process's log lines to `stream` (standard error), each marked with the process's name."""
+    handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
+    handler.setFormatter(_JsonLines(process) if log_format == "json" else _TextLines(process))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+    # Its start and stop lines say what ours say; its per-request lines are replaced by `log_request`.
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def log_event(logger: logging.Logger, message: str, *, level: int = logging.INFO, **fields: Any) -> None:
+    """Write one line with named values."""
+    if logger.isEnabledFor(level):
+        logger.log(level, message, extra={_FIELDS: fields})
+
+
+def log_request(record: RequestRecord) -> None:
+    """Write a request's line: what it asked for, what it cost and how it ended."""
+    values = {
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in asdict(record).items()
+        if name != "arrival" and value not in ("", None)
+    }
+    if not record.num_choices:
+        for name in ("stream", "num_choices", "prompt_tokens", "cached_tokens", "output_tokens"):
+            values.pop(name)
+    log_event(logging.getLogger(_ACCESS_LOGGER), "request", **values)
+
+
+def _time(record: logging.LogRecord) -> str:
+    moment = datetime.datetime.fromtimestamp(record.created, tz=datetime.UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class _JsonLines(logging.Formatter):
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line.update(getattr(record, _FIELDS, {}))
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class _TextLines(logging.Formatter):
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = " ".join(f"{name}={_shown(value)}" for name, value in getattr(record, _FIELDS, {}).items())
+        parts = (_time(record), record.levelname.lower(), self._process, _one_line(record.getMessage()), fields)
+        line = " ".join(part for part in parts if part)
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    plain = bool(text) and text.isprintable() and not any(mark in text for mark in ' "=')
+    return text if plain else json.dumps(text)
+
+
+def _one_line(text: str) -> str:
+    """Keep what a caller sent (a path) from starting a line of its own."""
+    return text.replace("\r", "\\r").replace("\n", "\\n")

@@ -1,0 +1,181 @@
+"""Client and engine process over a real Unix socket, with the fake model behind the real scheduler."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from penstock.config import gather
+from penstock.engine.builder import BuiltEngine
+from penstock.engine.client import EngineClient
+from penstock.engine.config import EngineConfig
+from penstock.engine.messages import Goodbye, encode
+from penstock.engine.process import EngineProcess
+from penstock.engine.timeline import Timeline
+from penstock.errors import EngineFailed, EngineUnavailable
+from penstock.models.spec import LayerSpec, ModelSpec, RopeSpec
+from penstock.request import FinishReason, SamplingParams
+from tests.fakes.fake_runner import expected_tokens
+from tests.unit.engine.test_scheduler import BLOCK, VOCAB, make_engine
+
+SPEC = ModelSpec(
+    family="llama", vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=8,
+    max_position=64, norm_eps=1e-5, layers=(LayerSpec(),), ropes=(RopeSpec(theta=1e4, rotary_dim=8),),
+)  # fmt: skip
+CONFIG = EngineConfig(
+    device="cpu", threads=1, precision="auto", dtype="float32", attention_backend="reference", max_context_tokens=64,
+    max_running=4, max_step_tokens=16, max_waiting=10, block_tokens=BLOCK, num_blocks=33, num_host_slots=0,
+    prefix_cache=True, speculative="none", draft_tokens=0,
+)  # fmt: skip
+
+
+class RunningEngine:
+    """An engine process's loop in a thread."""
+
+    def __init__(self, path):
+        self.engine = make_engine(vocab_size=VOCAB, max_waiting=10)
+        self.process = EngineProcess(
+            BuiltEngine(self.engine, CONFIG, SPEC, []), str(path), Timeline(time.monotonic())
+        )
+        self.thread = threading.Thread(target=self.process.run)
+        self.thread.start()
+
+    def stop(self):
+        self.process.stop()
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture()
+def running(tmp_path):
+    engine = RunningEngine(tmp_path / "engine.sock")
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture()
+async def client(running, tmp_path):
+    client = await EngineClient.connect(str(tmp_path / "engine.sock"), b"worker-0")
+    await asyncio.wait_for(client.wait_ready(), 5)
+    yield client
+    await client.close()
+
+
+def ask(client, name="a", prompt=(1, 2, 3), **params):
+    params.setdefault("max_tokens", 8)
+    params.setdefault("ignore_eos", True)
+    return client.submit(
+        prompt=list(prompt), params=SamplingParams(seed=1, **params), request_id=name, arrival=time.monotonic()
+    )
+
+
+async def collect(stream):
+    events = [event async for event in stream]
+    return [token for event in events for token in event.token_ids], events[-1]
+
+
+async def settled(condition):
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the condition never came true")
+
+
+async def test_tokens_arrive_in_order_and_end_once(client):
+    tokens, last = await collect(ask(client))
+    assert tokens == expected_tokens([1, 2, 3], 1, VOCAB, 8)
+    assert last.finish is FinishReason.LENGTH
+
+
+async def test_many_requests_at_once_each_get_their_own_tokens(client):
+    streams = [ask(client, f"r{i}", [i, 1, 2]) for i in range(10)]
+    for index, (tokens, _) in enumerate(await asyncio.gather(*map(collect, streams))):
+        assert tokens == expected_tokens([index, 1, 2], 1, VOCAB, 8)
+
+
+async def test_events_that_wait_together_are_merged(client):
+    stream = ask(client)
+    await settled(lambda: stream._waiting is not None and stream._waiting.finish is not None)
+    events = [event async for event in stream]
+    assert len(events) == 1
+    assert len(events[0].token_ids) == 8
+
+
+async def test_an_abort_ends_the_stream_and_frees_its_blocks(client, running):
+    stream = ask(client, max_tokens=60)
+    await anext(stream)
+    stream.abort()
+    _, last = await collect(stream)
+    assert last.finish in (FinishReason.ABORT, FinishReason.LENGTH)
+    await settled(lambda: running.engine.scheduler.cache.pool.num_held == 0)
+
+
+async def test_a_full_queue_is_told_as_an_event(client):
+    streams = [ask(client, f"r{i}", max_tokens=50) for i in range(40)]
+    ends = [last for _, last in await asyncio.gather(*map(collect, streams))]
+    refused = [last for last in ends if last.error_code == "overloaded"]
+    assert refused
+    assert all(last.retry_after_seconds for last in refused)
+
+
+async def test_stats_come_by_themselves(client):
+    await settled(lambda: client.stats_age_seconds < 1)
+    await collect(ask(client))
+    await settled(lambda: client.stats.generated_tokens >= 8)
+    assert client.stats.num_blocks == 32
+
+
+async def test_a_lost_engine_fails_open_streams_and_a_new_one_is_found(tmp_path):
+    path = tmp_path / "engine.sock"
+    first = RunningEngine(path)
+    client = await EngineClient.connect(str(path), b"worker-0")
+    epoch = (await asyncio.wait_for(client.wait_ready(), 5)).epoch
+    first.engine.scheduler.next_step = lambda: __import__("time").sleep(0.05) or type("P", (), {"has_work": False})()
+    stream = ask(client)
+    first.stop()
+    with pytest.raises(EngineFailed):
+        await asyncio.wait_for(collect(stream), 5)
+    with pytest.raises(EngineUnavailable):
+        ask(client, "b")
+    second = RunningEngine(path)
+    try:
+        assert (await asyncio.wait_for(client.wait_ready(), 5)).epoch != epoch
+        tokens, _ = await collect(ask(client, "c"))
+        assert tokens == expected_tokens([1, 2, 3], 1, VOCAB, 8)
+    finally:
+        await client.close()
+        second.stop()
+
+
+async def test_a_goodbye_drops_another_clients_requests(client, running, tmp_path):
+    other = await EngineClient.connect(str(tmp_path / "engine.sock"), b"worker-1")
+    await asyncio.wait_for(other.wait_ready(), 5)
+    running.engine.runner.launch = _slowly(running.engine.runner.launch)
+    ask(other, max_tokens=60)
+    await settled(lambda: running.engine.scheduler.running)
+    await client._socket.send(encode(Goodbye(b"worker-1")))
+    await settled(lambda: not running.engine.scheduler.requests)
+    assert running.engine.scheduler.cache.pool.num_held == 0
+    await other.close()
+
+
+def _slowly(launch):
+    def slow(plan):
+        time.sleep(0.02)
+        return launch(plan)
+
+    return slow
+
+
+def test_options_reach_the_engine_process_unchanged(tmp_path):
+    from penstock.engine.setup import EngineSetup, decode_setup, encode_setup
+    from penstock.models.store import ModelFiles
+
+    sourced = gather({"port": 9000, "max_running": 3}, environ={})
+    setup = EngineSetup(
+        options=sourced.options, sources=dict(sourced.sources), files=ModelFiles("m", "gguf", tmp_path / "m.gguf"),
+        socket_path="s", log_format="text", started=1.0,
+    )  # fmt: skip
+    assert decode_setup(encode_setup(setup)) == setup
