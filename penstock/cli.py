@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.text import Text
 
 import penstock
-from penstock.commands.flags import takes_options
+from penstock.commands.flags import options_of, takes_options
 from penstock.config import Sourced
 from penstock.errors import PenstockError
+from penstock.request import SamplingParams
 
 EPILOG = "Options can also be set in the environment (PENSTOCK_PORT for --port) or in a TOML file (--config)."
 
@@ -28,19 +29,17 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens to answer with", show_default=False)]
-Temperature = Annotated[
-    float | None, typer.Option(min=0.0, max=2.0, help="0 is greedy; more is more varied", show_default=False)
-]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens to answer with")]
+Temperature = Annotated[float | None, typer.Option(min=0.0, max=2.0, help="0 is greedy; more is more varied")]
 
 
 @app.command(epilog=EPILOG)
 @takes_options()
 def serve(sourced: Sourced) -> int:
     """Serve a model over OpenAI's API."""
-    from penstock.server import supervisor
+    from penstock.commands import serve
 
-    return supervisor.run(sourced)
+    return serve.run(sourced)
 
 
 @app.command(epilog=EPILOG)
@@ -83,18 +82,18 @@ def chat(
 
 
 @app.command(epilog=EPILOG)
-@takes_options(model_is_argument=False)
+@takes_options(*options_of("model", "device", "memory", "scheduler"), model_is_argument=False)
 def generate(
     sourced: Sourced,
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads standard input")],
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
 ) -> int:
     """Continue a prompt once, without a server."""
     from penstock.commands import generate
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    return generate.run(sourced, text, max_tokens=max_tokens, temperature=temperature)
+    return generate.run(sourced, text, SamplingParams(max_tokens=max_tokens, temperature=temperature or 0.0))
 
 
 @app.command(epilog=EPILOG)

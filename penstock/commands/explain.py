@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.commands.progress import fetch_bar
+from penstock.commands.models import fetch
 from penstock.config import Options, Setting, Sourced
 from penstock.engine import config as engine_config
 from penstock.engine.runner.device import probe
@@ -19,15 +19,7 @@ from penstock.server import config as server_config
 def settle(sourced: Sourced) -> list[Setting]:
     """Return every option once, in the order of the table, as its owner resolves it."""
     options = sourced.options
-    with fetch_bar() as report:
-        files = store.resolve(
-            options.model,
-            cache_dir=options.cache_dir,
-            revision=options.revision,
-            load_format=options.load_format,
-            progress=report,
-        )
-    spec = spec_for(files)
+    spec = spec_for(fetch(options))
     _, engine_settings = engine_config.resolve(sourced, spec, probe(options.device, spec))
     _, server_settings = server_config.resolve(sourced)
     settled = {setting.option: setting for setting in engine_settings + server_settings}

@@ -14,11 +14,16 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.config import Options, flag, gather
+from penstock.config import Group, Options, flag, gather
 
 CONFIG_HELP = "TOML file of options, named as the flags are"
 
 _Field = dataclasses.Field[Any]
+
+
+def options_of(*groups: Group) -> tuple[str, ...]:
+    """Return the names of the options in these groups."""
+    return tuple(item.name for item in dataclasses.fields(Options) if item.metadata["group"] in groups)
 
 
 def takes_options(*names: str, model_is_argument: bool = True) -> Callable[[Callable[..., int]], Callable[..., None]]:

@@ -26,6 +26,18 @@ def pull(options: Options) -> int:
     return 0
 
 
+def fetch(options: Options) -> store.ModelFiles:
+    """Return the files of the model that the options name, fetched under a bar if they are not here."""
+    with fetch_bar() as report:
+        return store.resolve(
+            options.model,
+            cache_dir=options.cache_dir,
+            revision=options.revision,
+            load_format=options.load_format,
+            progress=report,
+        )
+
+
 def list_models(cache_dir: str | None) -> list[ListedModel]:
     """Return the fetched models, then the aliases that are not."""
     fetched = [ListedModel(item.name, item.num_bytes, str(item.path)) for item in store.installed(cache_dir)]

@@ -16,6 +16,7 @@ from penstock.engine.messages import (
     EngineInfo,
     EngineStats,
     Events,
+    Goodbye,
     Hello,
     Submit,
     TokenEvent,
@@ -166,6 +167,11 @@ class EngineClient:
         """Stop a request that still runs."""
         if request_id in self._streams and self.connected:
             self._send(Abort([request_id]))
+
+    def say_goodbye(self, identity: bytes) -> None:
+        """Tell the engine that another client is gone, so that its requests end."""
+        if self.connected:
+            self._send(Goodbye(identity))
 
     async def close(self) -> None:
         """Let go of the socket and of every stream."""

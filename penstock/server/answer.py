@@ -37,6 +37,7 @@ class Choice:
         self.prompt_logprobs: list[float | None] | None = None
         self.finish: FinishReason | None = None
         self._stream = stream
+        self._ended = False  # for the engine
         self._assembler = assembler
         self._only_scores_prompt = only_scores_prompt
 
@@ -48,6 +49,7 @@ class Choice:
     async def read(self) -> TextPiece:
         """Wait for the next piece that holds something. Raises when the engine failed or refused the request."""
         async for event in self._stream:
+            self._ended = self._ended or event.finish is not None
             if event.finish in (FinishReason.ERROR, FinishReason.ABORT):
                 raise _failure(event)
             self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
@@ -58,13 +60,17 @@ class Choice:
                 piece = TextPiece(finish=piece.finish and FinishReason.LENGTH)
             if piece.finish is not None:
                 self.finish = piece.finish
-                self._stream.abort()  # the engine need not go on behind a stop string; without effect otherwise
+                if event.finish is None:
+                    self.abort()  # a stop string: the engine need not go on behind it
             if not piece.is_empty:
                 return piece
         raise EngineFailed("the engine stopped answering before the request was done; try again")
 
     def abort(self) -> None:
-        self._stream.abort()
+        """Tell the engine to stop, unless it has been told or has ended."""
+        if not self._ended:
+            self._ended = True
+            self._stream.abort()
 
 
 class Answer:

@@ -32,7 +32,8 @@ class Readiness:
     def __init__(self, engine: EngineView, answers: OpenAnswers) -> None:
         self._engine = engine
         self._answers = answers
-        self._busy_since: float | None = None  # when work was first seen that no step has touched
+        self._steps_seen: int | None = None
+        self._seen_at = 0.0  # when the count of steps was last seen to change, or the engine to be idle
 
     def check(self) -> None:
         """Raise NotReady, with the reason, unless work sent now would be done."""
@@ -50,13 +51,9 @@ class Readiness:
             raise NotReady(f"the engine has work but has finished no step for {idle:.1f} s")
 
     def _seconds_without_step(self) -> float:
-        """Return how long the engine has had work without finishing a step; 0 when it has none."""
+        """Return how long the engine has been seen with work and without a finished step; 0 when it has none."""
         stats, now = self._engine.stats, time.monotonic()
-        if not stats.num_running:
-            self._busy_since = None
-            return 0.0
-        if self._busy_since is None:
-            self._busy_since = now
-        # The last step may lie long before the work came; count from the later of the two.
-        last_step = stats.last_step_monotonic
-        return now - (self._busy_since if last_step is None else max(last_step, self._busy_since))
+        if not stats.num_running or stats.num_steps != self._steps_seen:
+            self._steps_seen = stats.num_steps
+            self._seen_at = now
+        return now - self._seen_at

@@ -1,7 +1,9 @@
 """The KV cache's memory, on the device and in the host tier. Moves blocks between them; knows nothing of their owners."""
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,9 +30,7 @@ class KvPool:
         device: torch.device,
     ) -> None:
         inner = (block_tokens, spec.num_kv_heads, spec.head_dim)
-        self.layers = [
-            torch.zeros(2, num_blocks, *inner, dtype=dtype, device=device) for _ in range(spec.num_layers)
-        ]
+        self.layers = [_zeros((2, num_blocks, *inner), dtype, device) for _ in range(spec.num_layers)]
         self._host: Tensor | None = None
         if num_host_slots:
             pinned = device.type == "cuda"
@@ -48,3 +48,11 @@ class KvPool:
                     host_block[layer].copy_(pool[:, item.block], non_blocking=True)
                 else:
                     pool[:, item.block].copy_(host_block[layer], non_blocking=True)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeroed memory. On a CPU the system hands out zero pages as they are first used; filling them would take seconds."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)

@@ -10,7 +10,6 @@ from penstock.config import gather
 from penstock.engine.builder import BuiltEngine
 from penstock.engine.client import EngineClient
 from penstock.engine.config import EngineConfig
-from penstock.engine.messages import Goodbye, encode
 from penstock.engine.process import EngineProcess
 from penstock.engine.timeline import Timeline
 from penstock.errors import EngineFailed, EngineUnavailable
@@ -155,7 +154,7 @@ async def test_a_goodbye_drops_another_clients_requests(client, running, tmp_pat
     running.engine.runner.launch = _slowly(running.engine.runner.launch)
     ask(other, max_tokens=60)
     await settled(lambda: running.engine.scheduler.running)
-    await client._socket.send(encode(Goodbye(b"worker-1")))
+    client.say_goodbye(b"worker-1")
     await settled(lambda: not running.engine.scheduler.requests)
     assert running.engine.scheduler.cache.pool.num_held == 0
     await other.close()

@@ -1,0 +1,92 @@
+"""`penstock serve`: fetch, start, and tell the operator where the time went and where to look."""
+
+import asyncio
+import json
+import shlex
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from penstock import telemetry
+from penstock.commands.models import fetch
+from penstock.config import Sourced
+from penstock.engine import setup
+from penstock.engine.timeline import Timeline, process_started
+from penstock.server import config as server_config
+from penstock.server.supervisor import Supervisor
+
+
+def run(sourced: Sourced) -> int:
+    """Serve until told to stop; return the exit status."""
+    timeline = Timeline(process_started())
+    config, _ = server_config.resolve(sourced)
+    telemetry.configure_logging(config.log_format, process="supervisor")
+    timeline.mark("command line")
+    files = fetch(sourced.options)
+    timeline.mark("model files")
+    console = Console()
+    with _LoadingBar(Console(stderr=True)) as bar:
+
+        def announce(supervisor: Supervisor) -> None:
+            bar.close()
+            console.print(banner(supervisor, config.served_name, has_keys=bool(config.keys)), soft_wrap=True)
+
+        async def serve() -> int:
+            supervisor = Supervisor(sourced, config, files, timeline, on_ready=announce, on_progress=bar.show)
+            return await supervisor.run()
+
+        return asyncio.run(serve())
+
+
+def banner(supervisor: Supervisor, model: str, *, has_keys: bool) -> Table:
+    """Return the start-up timeline, whose parts sum to the total, and what to try first."""
+    timeline = supervisor.timeline
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(justify="right")
+    rows.add_column()
+    for phase, seconds in timeline.phases:
+        rows.add_row(Text(f"{seconds:.2f} s", style="dim"), Text(phase, style="dim"))
+    rows.add_row(Text(f"{timeline.total:.2f} s", style="bold"), Text(f"ready: {model}", style="bold"))
+    page = Table.grid()
+    page.add_row(rows)
+    page.add_row("")
+    page.add_row(Text(f"Look:  {supervisor.url}/       {supervisor.url}/docs"))
+    page.add_row(Text("Try:"))
+    page.add_row(Text(try_line(supervisor.url, model, has_keys=has_keys)))
+    page.add_row("")
+    return page
+
+
+def try_line(url: str, model: str, *, has_keys: bool) -> str:
+    """Return a command that works as printed (with the caller's own key, where keys are needed)."""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+    key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if has_keys else ""
+    return f"curl -s {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+
+
+class _LoadingBar:
+    """Shows how far the weights are, where there is a terminal to show it on."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn())
+        self._bar = Progress(*columns, console=console, transient=True) if console.is_terminal else None
+        self._task = self._bar.add_task("weights", total=None) if self._bar is not None else None
+
+    def __enter__(self) -> "_LoadingBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def show(self, notice: setup.Progress) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.start()
+            self._bar.update(self._task, completed=notice.done_bytes, total=notice.total_bytes)
+            if notice.done_bytes >= notice.total_bytes:
+                self.close()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,215 @@
+"""A GGUF file's vocabulary built into a `tokenizers.Tokenizer` that gives the ids the model was trained with.
+
+Two kinds exist: byte-level BPE ("gpt2"), whose `pre` names how text is split before merging, and SentencePiece BPE
+("llama"), whose merges follow from scores and which falls back to bytes. No torch.
+"""
+
+from typing import NoReturn
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from penstock.errors import ModelError
+from penstock.models.gguf import GgufFile
+
+SPACE_MARK = "\u2581"  # SentencePiece's visible space
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+
+# The patterns are part of each model's definition: another split gives other ids.
+_LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+
+_SPLITS = {
+    "gpt-2": "gpt-2",
+    "default": "gpt-2",
+    "smollm": "digits",
+    "llama-bpe": "llama3",
+    "llama3": "llama3",
+    "llama-v3": "llama3",
+    "qwen2": "qwen2",
+    "deepseek-r1-qwen": "qwen2",
+}
+
+
+def build(file: GgufFile) -> tokenizers.Tokenizer:
+    """Return the tokenizer that the file's metadata describes. Raises ModelError naming the file and the key."""
+    return _Builder(file).build()
+
+
+class _Builder:
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+        self._metadata = file.metadata
+        self.tokens = self._strings("tokens")
+        self.types = self._integers("token_type") or [_NORMAL] * len(self.tokens)
+        if len(self.types) != len(self.tokens):
+            self._refuse(f"token_type has {len(self.types)} entries for {len(self.tokens)} tokens")
+
+    def build(self) -> tokenizers.Tokenizer:
+        kind = self._metadata.get("tokenizer.ggml.model")
+        if kind == "gpt2":
+            backend = self._byte_level()
+        elif kind == "llama":
+            backend = self._sentencepiece()
+        else:
+            self._refuse(f"model is {kind!r}; supported are gpt2 and llama")
+        self._add_tokens(backend)
+        self._add_frame(backend, default_bos=kind == "llama" or self._split() == "llama3")
+        return backend
+
+    def _byte_level(self) -> tokenizers.Tokenizer:
+        split = self._split()
+        # Llama 3 takes a word that is a token as it is, even where merges would not lead to it.
+        backend = self._bpe(self._merges(), ignore_merges=split == "llama3")
+        bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        if split == "gpt-2":
+            backend.pre_tokenizer = gpt2
+        elif split == "digits":
+            backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
+        else:
+            pattern = Regex(_QWEN2_PATTERN if split == "qwen2" else _LLAMA3_PATTERN)
+            backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), bytes_only])
+        if split == "qwen2":
+            backend.normalizer = normalizers.NFC()
+        backend.decoder = decoders.ByteLevel()
+        return backend
+
+    def _sentencepiece(self) -> tokenizers.Tokenizer:
+        prefix = self._flag("add_space_prefix", True)
+        unknown = self._token_id("unknown_token_id")
+        backend = self._bpe(
+            self._merges_from_scores(),
+            unk_token=None if unknown is None else self.tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=_BYTE in self.types,
+        )
+        steps = [normalizers.Prepend(SPACE_MARK)] if prefix else []
+        backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE_MARK)])
+        strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        )
+        return backend
+
+    def _bpe(self, merges: list[tuple[str, str]], **options: object) -> tokenizers.Tokenizer:
+        vocabulary: dict[str, int] = {}
+        for token_id, token in enumerate(self.tokens):
+            vocabulary.setdefault(token, token_id)
+        try:
+            return tokenizers.Tokenizer(models.BPE(vocabulary, merges, **options))
+        except Exception as error:  # the library raises nothing narrower
+            raise ModelError(f"its tokenizer cannot be built: {error}", file=str(self._file.path)) from error
+
+    def _merges(self) -> list[tuple[str, str]]:
+        """The pairs in the order of their rank, as written: two tokens with a space between."""
+        merges = []
+        for merge in self._strings("merges"):
+            left, _, right = merge.partition(" ")
+            if not left or not right:
+                self._refuse(f"merges has {merge[:80]!r}, which is not two tokens")
+            merges.append((left, right))
+        return merges
+
+    def _merges_from_scores(self) -> list[tuple[str, str]]:
+        """SentencePiece joins the neighbours whose union scores best: every way to cut a token in two, best first."""
+        scores = self._numbers("scores")
+        if len(scores) != len(self.tokens):
+            self._refuse(f"scores has {len(scores)} entries for {len(self.tokens)} tokens")
+        pieces = {
+            token
+            for token, kind in zip(self.tokens, self.types, strict=True)
+            if kind in (_NORMAL, _USER_DEFINED, _UNUSED)
+        }
+        ranked = sorted(range(len(self.tokens)), key=lambda token_id: -scores[token_id])
+        merges = []
+        for token_id in ranked:
+            token = self.tokens[token_id]
+            if self.types[token_id] == _NORMAL:
+                for cut in range(1, len(token)):
+                    left, right = token[:cut], token[cut:]
+                    if left in pieces and right in pieces:
+                        merges.append((left, right))
+        return merges
+
+    def _add_tokens(self, backend: tokenizers.Tokenizer) -> None:
+        """Tokens that text is searched for before anything else. Control tokens leave no text behind."""
+        kinds = list(zip(self.tokens, self.types, strict=True))
+        backend.add_special_tokens(
+            [AddedToken(token, normalized=False, special=True) for token, kind in kinds if kind == _CONTROL and token]
+        )
+        backend.add_tokens(
+            [AddedToken(token, normalized=False) for token, kind in kinds if kind == _USER_DEFINED and token]
+        )
+
+    def _add_frame(self, backend: tokenizers.Tokenizer, *, default_bos: bool) -> None:
+        """Put the beginning-of-text and end-of-text tokens around a text, where the model wants them."""
+        bos = self._token_id("bos_token_id") if self._flag("add_bos_token", default_bos) else None
+        eos = self._token_id("eos_token_id") if self._flag("add_eos_token", False) else None
+        if bos is None and eos is None:
+            return
+        backend.post_processor = frame(
+            None if bos is None else (bos, self.tokens[bos]), None if eos is None else (eos, self.tokens[eos])
+        )
+
+    def _split(self) -> str:
+        name = self._metadata.get("tokenizer.ggml.pre", "default")
+        if not isinstance(name, str) or name not in _SPLITS:
+            self._refuse(f"pre is {name!r}; supported are: {', '.join(_SPLITS)}")
+        return _SPLITS[name]
+
+    def _token_id(self, key: str) -> int | None:
+        value = self._metadata.get(f"tokenizer.ggml.{key}")
+        if value is None:
+            return None
+        if type(value) is not int or not 0 <= value < len(self.tokens):
+            self._refuse(f"{key} is {value!r}; it must be from 0 to {len(self.tokens) - 1}")
+        return value
+
+    def _flag(self, key: str, default: bool) -> bool:
+        value = self._metadata.get(f"tokenizer.ggml.{key}", default)
+        if not isinstance(value, bool):
+            self._refuse(f"{key} is {value!r}; it must be true or false")
+        return value
+
+    def _strings(self, key: str) -> list[str]:
+        values = self._list(key)
+        if not values or not isinstance(values[0], str):
+            self._refuse(f"{key} is missing or no list of strings")
+        return values  # type: ignore[return-value]  # the elements of a GGUF array have one type
+
+    def _integers(self, key: str) -> list[int]:
+        values = self._list(key)
+        if values and type(values[0]) is not int:
+            self._refuse(f"{key} is no list of integers")
+        return values  # type: ignore[return-value]
+
+    def _numbers(self, key: str) -> list[float]:
+        values = self._list(key)
+        if values and not isinstance(values[0], float):
+            self._refuse(f"{key} is no list of numbers")
+        return values  # type: ignore[return-value]
+
+    def _list(self, key: str) -> list[object]:
+        values = self._metadata.get(f"tokenizer.ggml.{key}", [])
+        if not isinstance(values, list):
+            self._refuse(f"{key} is no list")
+        return values
+
+    def _refuse(self, message: str) -> NoReturn:
+        raise ModelError(f"its tokenizer cannot be built: tokenizer.ggml.{message}", file=str(self._file.path))
+
+
+def frame(bos: tuple[int, str] | None, eos: tuple[int, str] | None) -> processors.TemplateProcessing:
+    """A post-processor that puts these tokens, (id, text), before and after a text."""
+    named = [(name, token) for name, token in (("bos", bos), ("eos", eos)) if token is not None]
+    single = [*(["bos:0"] if bos else []), "$A:0", *(["eos:0"] if eos else [])]
+    return processors.TemplateProcessing(
+        single=single,
+        pair=[*single, "$B:1"],
+        special_tokens=[{"id": name, "ids": [token_id], "tokens": [text]} for name, (token_id, text) in named],
+    )

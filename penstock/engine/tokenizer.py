@@ -1,0 +1,253 @@
+"""Text to token ids and back, whole or as it streams.
+
+Ids are those of the model's own tokenizer; text is decoded from the tokens' bytes, so that a stream and a whole give
+the same. Knows nothing of chat roles, requests or HTTP. No torch.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from penstock.engine import gguf_vocabulary
+from penstock.engine.gguf_vocabulary import SPACE_MARK
+from penstock.errors import InvalidParameter, ModelError
+from penstock.models.gguf import GgufFile
+from penstock.models.store import ModelFiles
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+# GGUF files name one end-of-text token; a chat model ends its turn with any of these that it has.
+_END_TOKENS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+)
+
+
+class Tokenizer:
+    """One model's tokenizer. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        file: Path,
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
+        end_token_ids: Iterable[int] = (),
+        chat_template: str | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._pieces = _Pieces(backend, file)
+        self.chat_template = chat_template
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        # Every token that ends a text or a turn, the first one of them `eos_token_id`.
+        own = () if eos_token_id is None else (eos_token_id,)
+        self.eos_token_ids = tuple(dict.fromkeys([*own, *end_token_ids]))
+        self.special_ids = self._pieces.special_ids
+
+    @classmethod
+    def load(cls, files: ModelFiles) -> "Tokenizer":
+        """Read the tokenizer of a GGUF file or of a folder with tokenizer.json."""
+        if files.kind == "gguf":
+            return _from_gguf(GgufFile.open(files.path))
+        if (files.path / "tokenizer.json").exists():
+            return _from_folder(files.path)
+        if files.load_format == "dummy" and files.config is not None:
+            return _for_benchmarks(files.config)
+        raise ModelError("the folder has no tokenizer.json", file=str(files.path))
+
+    @property
+    def bos_token(self) -> str | None:
+        return None if self.bos_token_id is None else self.token_text(self.bos_token_id)
+
+    @property
+    def eos_token(self) -> str | None:
+        return None if self.eos_token_id is None else self.token_text(self.eos_token_id)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id. A model may have more rows than this, which never mean anything."""
+        return self._pieces.vocab_size
+
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
+        """Return the ids of a text. Special tokens written out in it become what they name.
+
+        `add_special` adds the tokens that the model wants around a text; a rendered chat template has its own.
+        """
+        _require_whole_characters(text)
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str], *, add_special: bool) -> list[list[int]]:
+        for text in texts:
+            _require_whole_characters(text)
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Return the text of ids. Bytes that are no UTF-8 become U+FFFD; ids that do not exist are nothing."""
+        detokenizer = Detokenizer(self, skip_special=skip_special)
+        return detokenizer.push(ids) + detokenizer.flush()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text; none for an id that does not exist."""
+        return self._pieces.to_bytes(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """A token's text by itself, with U+FFFD where its bytes are not whole characters."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    @property
+    def strips_first_space(self) -> bool:
+        """Whether a text's first space is only there because the tokenizer put it there."""
+        return self._pieces.strips_first_space
+
+
+class Detokenizer:
+    """Turns a stream of ids into text, never half a character. The pieces add up to `decode` of all ids.
+
+    With `after_prompt` the ids go on from others: a first space is then text, where the tokenizer would strip it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, after_prompt: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip = tokenizer.strips_first_space and not after_prompt
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Return the text that is certain by now."""
+        to_bytes, skipped = self._tokenizer.token_bytes, self._skipped
+        return self._release(b"".join([to_bytes(token_id) for token_id in ids if token_id not in skipped]))
+
+    def flush(self) -> str:
+        """Return what is left when no more ids come: U+FFFD for half a character."""
+        return self._release(b"", final=True)
+
+    def _release(self, data: bytes, *, final: bool = False) -> str:
+        text = self._decoder.decode(data, final)
+        if self._strip and text:
+            self._strip = False
+            return text.removeprefix(" ")
+        return text
+
+
+class StopMatcher:
+    """Finds stop strings in a stream of text and holds back what may become one.
+
+    The stop string that is complete first counts; of several that end together, the longest.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if not all(stops):
+            raise InvalidParameter("stop", "", "give strings of at least one character")
+        # Longest first: of those that end at the same character the first one found is the one that counts.
+        self._stops = sorted(stops, key=len, reverse=True)
+        self._fallbacks = [_fallbacks(stop) for stop in self._stops]
+        self._matched = [0] * len(stops)  # how many characters of each stop string the text ends with
+        self._held = ""
+        self._found: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Return the text that no stop string can reach any more, and the stop string once one is complete.
+
+        After a match the text before it has been returned, and all that follows is dropped.
+        """
+        if self._found is not None:
+            return "", self._found
+        buffer = self._held + text
+        for position in range(len(self._held), len(buffer)):
+            stop = self._advance(buffer[position])
+            if stop is not None:
+                self._found, self._held = stop, ""
+                return buffer[: position + 1 - len(stop)], stop
+        num_safe = len(buffer) - max(self._matched, default=0)
+        self._held = buffer[num_safe:]
+        return buffer[:num_safe], None
+
+    def flush(self) -> str:
+        """Return what was held back, when no more text comes."""
+        held, self._held = self._held, ""
+        self._matched = [0] * len(self._stops)
+        return held
+
+    def _advance(self, character: str) -> str | None:
+        """Take one character (Knuth, Morris, Pratt) and return the longest stop string that it completes."""
+        complete = None
+        for index, stop in enumerate(self._stops):
+            matched, fallback = self._matched[index], self._fallbacks[index]
+            while matched and stop[matched] != character:
+                matched = fallback[matched - 1]
+            matched += stop[matched] == character
+            if matched == len(stop):
+                complete = complete or stop
+                matched = fallback[matched - 1]
+            self._matched[index] = matched
+        return complete
+
+
+def _fallbacks(stop: str) -> list[int]:
+    """For each beginning of `stop`: the length of its longest proper beginning that is also its end."""
+    lengths = [0] * len(stop)
+    matched = 0
+    for position in range(1, len(stop)):
+        while matched and stop[position] != stop[matched]:
+            matched = lengths[matched - 1]
+        matched += stop[position] == stop[matched]
+        lengths[position] = matched
+    return lengths
+
+
+class _Pieces:
+    """The bytes of each token, which depend on how the tokenizer writes bytes as characters."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, file: Path) -> None:
+        kinds = {step["type"]: step for step in _decoder_steps(backend)}
+        self._byte_level = "ByteLevel" in kinds
+        if not self._byte_level and not kinds.keys() & {"Replace", "Metaspace"}:
+            raise ModelError(
+                f"its decoder ({', '.join(kinds) or 'none'}) is not supported; byte-level and SentencePiece ones are",
+                file=str(file),
+            )
+        self._byte_fallback = "ByteFallback" in kinds
+        self.strips_first_space = not self._byte_level and (
+            "Strip" in kinds or kinds.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
+        )
+        added = backend.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._backend = backend
+        self._known: dict[int, bytes] = {}
+
+    def to_bytes(self, token_id: int) -> bytes:
+        data = self._known.get(token_id)
+        if data is None:
+            data = self._known[token_id] = self._find(token_id) if 0 <= token_id < self.vocab_size else b""
+        return data
+
+    def _find(self, token_id: int) -> bytes:
+        added = self._added.get(token_id)
+        token = added if added is not None else self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            return token.encode() if added is not None else _byte_level_bytes(token)
+        if self._byte_fallback and added is None and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(byte[1])
+        return str(token).replace(SPACE_MARK, " ").encode()

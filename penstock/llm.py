@@ -1,0 +1,204 @@
+"""A model in this very process: prompts in, completions out, no server.
+
+The same engine, scheduler and text assembly as the server's, without the sockets between them. One thread at a time.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from penstock.config import gather
+from penstock.engine.builder import build_engine
+from penstock.engine.messages import Submit, TokenEvent, TokenLogprob
+from penstock.engine.timeline import Timeline
+from penstock.engine.tokenizer import Tokenizer
+from penstock.errors import EngineFailed, InvalidParameter
+from penstock.models import store
+from penstock.request import FinishReason, SamplingParams
+from penstock.server.chat_template import ChatTemplate
+from penstock.server.text_assembly import TextAssembler
+
+Prompt = str | Sequence[int]
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One prompt's answer."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request under way."""
+
+    assembler: TextAssembler
+    num_prompt_tokens: int
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[float | None] = field(default_factory=list)
+    num_cached_tokens: int = 0
+
+    def take(self, event: TokenEvent) -> None:
+        if event.error is not None:
+            raise EngineFailed(event.error)
+        before = self.assembler.num_tokens
+        piece = self.assembler.push(event)
+        count = self.assembler.num_tokens - before
+        self.text.append(piece.text)
+        self.token_ids += event.token_ids[:count]
+        self.logprobs += (event.logprobs or [])[:count]
+        self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
+        self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
+
+    def completion(self, params: SamplingParams) -> Completion:
+        assert self.assembler.finish is not None
+        return Completion(
+            text="".join(self.text),
+            token_ids=self.token_ids,
+            finish_reason=self.assembler.finish,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            logprobs=self.logprobs if params.logprobs is not None else None,
+        )
+
+
+class LLM:
+    """A loaded model. Options are those of `penstock serve`, by their Python names.
+
+    >>> llm = LLM("smollm2-135m")
+    >>> llm.generate(["The capital of France is"], SamplingParams(max_tokens=8, temperature=0))[0].text
+    """
+
+    def __init__(self, model: str = "smollm2-135m", *, progress: Progress | None = None, **options: Any) -> None:
+        sourced = gather({"model": model, **options}, environ={})
+        files = store.resolve(
+            model,
+            cache_dir=sourced.options.cache_dir,
+            revision=sourced.options.revision,
+            load_format=sourced.options.load_format,
+        )
+        timeline = Timeline(time.monotonic())
+        built = build_engine(sourced, files, timeline, progress=progress)
+        self.tokenizer = Tokenizer.load(files)
+        self.config = built.config
+        self.settings = built.settings
+        self.spec = built.spec
+        self._engine = built.engine
+        self._next_id = 0
+
+    def generate(
+        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Continue each prompt (text or token ids). One `SamplingParams` for all, or one for each."""
+        ids = [self._to_ids(prompt) for prompt in _as_list(prompts)]
+        each = self._params_for(ids, params)
+        done = self._run(ids, each)
+        return [request.completion(chosen) for request, chosen in zip(done, each, strict=True)]
+
+    def chat(self, messages: list[dict[str, str]], params: SamplingParams | None = None) -> Completion:
+        """Answer a conversation, through the model's chat template."""
+        if self.tokenizer.chat_template is None:
+            raise InvalidParameter("messages", "a chat", "this model has no chat template; use generate()")
+        text = asyncio.run(self._render(self.tokenizer.chat_template, messages))
+        ids = self.tokenizer.encode(text, add_special=False)
+        return self.generate([ids], params)[0]
+
+    def score(self, prompts: Iterable[Prompt]) -> list[list[float | None]]:
+        """Return each prompt token's log-probability given those before it; the first has none."""
+        ids = [self._to_ids(prompt) for prompt in prompts]
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True)
+        return [request.prompt_logprobs for request in self._run(ids, [params] * len(ids))]
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self._engine.runner.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _to_ids(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else list(prompt)
+
+    def _params_for(
+        self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = SamplingParams()
+        if isinstance(params, SamplingParams):
+            return [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise InvalidParameter("params", f"{len(params)} of them", f"give one, or one for each of {len(prompts)}")
+        return list(params)
+
+    def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[_Open]:
+        """Run requests to their ends, keeping the engine's queue within its bound."""
+        done: list[_Open] = []
+        open_requests: dict[str, _Open] = {}
+        waiting = list(zip(prompts, params, strict=True))[::-1]
+        limit = self.config.max_running + self.config.max_waiting
+        try:
+            while waiting or open_requests:
+                while waiting and len(open_requests) < limit:
+                    request = self._submit(*waiting.pop(), open_requests)
+                    done.append(request)
+                self._take(self._engine.step(), open_requests)
+        finally:
+            self._engine.abort(b"", list(open_requests))
+            while self._engine.has_work:
+                self._engine.step()
+        return done
+
+    def _submit(self, prompt: list[int], params: SamplingParams, open_requests: dict[str, _Open]) -> _Open:
+        name = str(self._next_id)
+        self._next_id += 1
+        refused = self._engine.submit(
+            Submit(request_id=name, prompt=prompt, params=params, arrival=time.monotonic())
+        )
+        request = _Open(TextAssembler(self.tokenizer, params), len(prompt))
+        for _, event in refused:
+            request.take(event)
+        open_requests[name] = request
+        return request
+
+    def _take(self, events: list[tuple[bytes, TokenEvent]], open_requests: dict[str, _Open]) -> None:
+        for _, event in events:
+            request = open_requests.get(event.request_id)
+            if request is None:
+                continue
+            request.take(event)
+            if request.assembler.finish is not None:
+                del open_requests[event.request_id]
+                self._engine.abort(b"", [event.request_id])
+
+    async def _render(self, template: str, messages: list[dict[str, str]]) -> str:
+        chat_template = ChatTemplate(
+            template, bos_token=self.tokenizer.bos_text or "", eos_token=self.tokenizer.eos_text or ""
+        )
+        try:
+            return await chat_template.render(messages)
+        finally:
+            await chat_template.close()
+
+
+def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """One prompt counts as a list of one: a text, or a run of token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    listed: list[Any] = list(prompts)
+    return [listed] if listed and isinstance(listed[0], int) else listed

@@ -1,0 +1,120 @@
+"""From messages to the text of a prompt, through the model's chat template, with limits that hold.
+
+The template runs in a process of its own (`server.template_process` says why). That process renders one prompt at a
+time; it is started when first needed, killed when it breaks a limit, and started again for the next prompt. Knows
+nothing of tokens.
+"""
+
+import asyncio
+import contextlib
+import sys
+from typing import Any
+
+from penstock.errors import TemplateFailed
+from penstock.server.template_frames import HEAD_BYTES, MAX_FRAME_BYTES, decode_document, encode_frame, length_in
+
+RENDER_SECONDS = 5.0
+START_SECONDS = 30.0
+MAX_PROMPT_CHARACTERS = 16 * 1024**2
+
+_MODULE = "penstock.server.template_process"
+
+
+class ChatTemplate:
+    """One template. `render` may be called from many tasks."""
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        bos_token: str = "",
+        eos_token: str = "",
+        render_seconds: float = RENDER_SECONDS,
+        max_characters: int = MAX_PROMPT_CHARACTERS,
+    ) -> None:
+        self._setup = {
+            "template": text,
+            "variables": {"bos_token": bos_token, "eos_token": eos_token, "tools": None, "documents": None},
+            "max_characters": max_characters,
+            "seconds": render_seconds + 1.0,
+        }
+        # Newer than most templates; those that do not know it call it system.
+        self._knows_developer = "developer" in text
+        self._render_seconds = render_seconds
+        self._turn = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def render(self, messages: list[dict[str, str]]) -> str:
+        """Return the prompt's text. Raises TemplateFailed, which says what the template said."""
+        if not self._knows_developer:
+            messages = [_as_system(message) for message in messages]
+        async with self._turn:
+            try:
+                process = await self._started()
+                async with asyncio.timeout(self._render_seconds):
+                    answer = await _exchange(process, {"messages": messages})
+            except TimeoutError:
+                await self._kill()
+                raise TemplateFailed(
+                    f"the chat template took longer than {self._render_seconds:g} s", param="messages"
+                ) from None
+            except (asyncio.IncompleteReadError, ConnectionError):
+                await self._kill()
+                raise TemplateFailed("the chat template broke its limits and was ended", param="messages") from None
+            except asyncio.CancelledError:
+                await self._kill()  # or its answer would be taken for the next one's
+                raise
+        return _text_of(answer)
+
+    async def close(self) -> None:
+        async with self._turn:
+            await self._kill()
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        if self._process is None:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", _MODULE),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                start_new_session=True,  # signals meant for the server's group must not end it mid-way
+            )
+            async with asyncio.timeout(START_SECONDS):
+                answer = await _exchange(self._process, self._setup)
+            if "error" in answer:
+                await self._kill()
+            _text_of(answer)
+        return self._process
+
+    async def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.wait()
+
+
+def _as_system(message: dict[str, str]) -> dict[str, str]:
+    return {**message, "role": "system"} if message["role"] == "developer" else message
+
+
+async def _exchange(process: asyncio.subprocess.Process, document: dict[str, Any]) -> dict[str, Any]:
+    """Send one frame and return the answer to it."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(encode_frame(document))
+    await process.stdin.drain()
+    length = length_in(await process.stdout.readexactly(HEAD_BYTES))
+    if length > MAX_FRAME_BYTES:
+        raise ConnectionError
+    return decode_document(await process.stdout.readexactly(length))
+
+
+def _text_of(answer: dict[str, Any]) -> str:
+    text = answer.get("text")
+    if not isinstance(text, str):
+        raise TemplateFailed(f"the chat template failed: {answer.get('error', 'no reason given')}", param="messages")
+    return text

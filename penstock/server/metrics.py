@@ -1,0 +1,140 @@
+"""What Prometheus reads: the engine's own numbers, and what the API workers count of HTTP.
+
+The engine's numbers come with its stats frames, the same to every worker, so that any worker may answer a scrape. HTTP
+counts are each worker's own: with several, the supervisor sets PROMETHEUS_MULTIPROC_DIR to a folder of this server's,
+prometheus_client keeps every worker's counts in files there, and a scrape adds them up (workers that died included).
+
+Where the inference-gateway model-server protocol has a metric, the name here is its name in snake case. docs/metrics.md
+lists them all, and a test holds the two together.
+"""
+
+import os
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from penstock.engine.messages import EngineInfo, EngineStats
+from penstock.engine.messages import Histogram as EngineHistogram
+from penstock.server.readiness import EngineView
+from penstock.telemetry import RequestRecord
+
+_HTTP_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_NO_HISTOGRAM = EngineHistogram([], [0], 0.0)
+
+_HISTOGRAMS = {
+    "ttft_seconds": ("penstock_time_to_first_token_seconds", "From arrival to the first token"),
+    "time_per_output_token_seconds": ("penstock_time_per_output_token_seconds", "Between the tokens of an answer"),
+    "e2e_seconds": ("penstock_request_seconds", "From arrival to the last token"),
+    "queue_seconds": ("penstock_queue_seconds", "From arrival to the first step"),
+    "step_seconds": ("penstock_step_seconds", "One forward pass"),
+}
+
+
+class ServerMetrics:
+    """Counts requests and answers scrapes."""
+
+    def __init__(self, engine: EngineView) -> None:
+        self._engine = _EngineCollector(engine)
+        self._own = CollectorRegistry()
+        self._requests = Counter(
+            "penstock_http_requests", "HTTP requests answered", ["route", "status"], registry=self._own
+        )
+        self._seconds = Histogram(
+            "penstock_http_request_seconds",
+            "From a request's head to its response's end",
+            ["route"],
+            buckets=_HTTP_BOUNDS,
+            registry=self._own,
+        )
+        self._gone = Counter(
+            "penstock_http_client_disconnects", "Callers gone before their response's end", registry=self._own
+        )
+
+    def observe(self, record: RequestRecord) -> None:
+        """Count a request that has ended."""
+        self._requests.labels(record.route, str(record.status)).inc()
+        self._seconds.labels(record.route).observe(record.total_seconds)
+        if record.finish == "abort":
+            self._gone.inc()
+
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """Return the metrics' text in a format that the scraper accepts, and its content type."""
+        registry = CollectorRegistry()
+        registry.register(self._engine)
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        else:
+            registry.register(self._own)
+        encode, content_type = choose_encoder(accept)
+        return encode(registry), content_type
+
+
+class _EngineCollector(Collector):
+    """The engine's newest numbers as metrics."""
+
+    def __init__(self, engine: EngineView) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats
+        yield GaugeMetricFamily("penstock_engine_up", "1 while the engine answers", float(self._engine.connected))
+        yield from _gauges(stats)
+        yield from _counters(stats)
+        for name, (metric, text) in _HISTOGRAMS.items():
+            yield _histogram(metric, text, stats.histograms.get(name, _NO_HISTOGRAM))
+        yield _cache_info(self._engine.info)
+
+
+def _gauges(stats: EngineStats) -> Iterator[Metric]:
+    use = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
+    yield GaugeMetricFamily("penstock_total_queued_requests", "Requests waiting", stats.num_waiting)
+    yield GaugeMetricFamily("penstock_total_running_requests", "Requests in the batch", stats.num_running)
+    yield GaugeMetricFamily("penstock_kv_cache_utilization", "Part of the KV blocks that requests hold, 0 to 1", use)
+    yield GaugeMetricFamily("penstock_kv_blocks", "KV blocks in all", stats.num_blocks)
+    yield GaugeMetricFamily("penstock_kv_blocks_used", "KV blocks that requests hold", stats.num_used_blocks)
+    text = "Free KV blocks whose content a prompt may still reuse"
+    yield GaugeMetricFamily("penstock_kv_blocks_cached", text, stats.num_cached_blocks)
+
+
+def _counters(stats: EngineStats) -> Iterator[Metric]:
+    yield CounterMetricFamily("penstock_steps", "Forward passes", stats.num_steps)
+    yield CounterMetricFamily("penstock_prompt_tokens", "Prompt tokens taken in", stats.prompt_tokens)
+    yield CounterMetricFamily("penstock_generated_tokens", "Tokens made", stats.generated_tokens)
+    text = "Prompt tokens looked up in the prefix cache"
+    yield CounterMetricFamily("penstock_prefix_query_tokens", text, stats.prefix_query_tokens)
+    text = "Prompt tokens found in the prefix cache"
+    yield CounterMetricFamily("penstock_prefix_hit_tokens", text, stats.prefix_hit_tokens)
+    text = "Times a running request gave its blocks back"
+    yield CounterMetricFamily("penstock_preemptions", text, stats.num_preemptions)
+    yield CounterMetricFamily("penstock_refused_requests", "Requests refused unstarted", stats.num_refused)
+    text = "Tokens guessed by speculation"
+    yield CounterMetricFamily("penstock_drafted_tokens", text, stats.drafted_tokens)
+    yield CounterMetricFamily("penstock_accepted_tokens", "Guesses that were right", stats.accepted_tokens)
+    text = "Requests ended, by reason: stop, length, abort or error"
+    finished = CounterMetricFamily("penstock_finished_requests", text, labels=["reason"])
+    for reason, count in stats.num_finished.items():
+        finished.add_metric([reason], count)
+    yield finished
+
+
+def _histogram(name: str, text: str, histogram: EngineHistogram) -> Metric:
+    bounds = [str(float(bound)) for bound in histogram.bounds] + ["+Inf"]
+    buckets = list(zip(bounds, map(float, histogram.counts), strict=True))
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=histogram.total)
+
+
+def _cache_info(info: EngineInfo | None) -> Metric:
+    family = InfoMetricFamily("penstock_cache_config", "The KV cache's shape")
+    if info is not None:
+        family.add_metric([], {"block_size": str(info.block_tokens), "num_gpu_blocks": str(info.num_blocks)})
+    return family

@@ -1,0 +1,52 @@
+"""From what a caller sent to token ids that fit: template, tokenizer, vocabulary, context.
+
+Long texts are tokenised in a thread, so that one caller's book does not hold up everyone's stream. Knows nothing of
+HTTP.
+"""
+
+import asyncio
+
+from penstock.engine.messages import EngineInfo
+from penstock.errors import ContextTooLong, InvalidParameter, RequestError, TemplateFailed
+from penstock.protocol.openai_chat import ChatMessage
+from penstock.server.answer import Prompt
+from penstock.server.context import ServerContext
+
+_SHORT_TEXT_CHARACTERS = 4096  # cheaper to tokenise at once than to hand to a thread
+
+
+async def chat_prompt(context: ServerContext, messages: list[ChatMessage]) -> Prompt:
+    """Render messages with the chat template and tokenise the result."""
+    if context.template is None:
+        message = "this model has no chat template; use /v1/completions, or start the server with --chat-template FILE"
+        raise TemplateFailed(message, param="messages")
+    text = await context.template.render([message.for_template() for message in messages])
+    return await text_prompt(context, text, add_special=False)  # the template writes its own special tokens
+
+
+async def text_prompt(context: ServerContext, text: str, *, add_special: bool) -> Prompt:
+    if len(text) <= _SHORT_TEXT_CHARACTERS:
+        token_ids = context.tokenizer.encode(text, add_special=add_special)
+    else:
+        token_ids = await asyncio.to_thread(context.tokenizer.encode, text, add_special=add_special)
+    return Prompt(token_ids, text)
+
+
+def check_prompt(prompt: Prompt, info: EngineInfo, *, param: str) -> None:
+    """Raise unless the engine can run the prompt and make at least one token."""
+    if not prompt.token_ids:
+        raise RequestError(f"{param} is empty; give at least one token", param=param)
+    if prompt.text is None:
+        wrong = next((item for item in prompt.token_ids if not 0 <= item < info.vocab_size), None)
+        if wrong is not None:
+            raise InvalidParameter(param, wrong, f"give token ids from 0 to {info.vocab_size - 1}")
+    if len(prompt.token_ids) >= info.max_context_tokens:
+        raise ContextTooLong(len(prompt.token_ids), info.max_context_tokens, param=param)
+
+
+def check_answer_fits(prompt: Prompt, max_tokens: int | None, info: EngineInfo, *, param: str) -> None:
+    """Raise when the answer that was asked for would not fit behind the prompt: it is never cut short silently."""
+    num_prompt, limit = len(prompt.token_ids), info.max_context_tokens
+    if max_tokens is not None and num_prompt + max_tokens > limit:
+        what = f"the prompt ({num_prompt} tokens) plus {param} ({max_tokens})"
+        raise ContextTooLong(num_prompt + max_tokens, limit, what=what, param=param)

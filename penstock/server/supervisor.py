@@ -1,0 +1,298 @@
+"""The parent of all processes of one server: starts them, watches them, restarts them, and ends them in order.
+
+Holds the listening socket, so that no connection is lost while an API worker is replaced. Never sees a request. No torch.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.config import Sourced
+from penstock.engine.client import EngineClient
+from penstock.engine.setup import EngineSetup, Progress, Refused, decode_notice, encode_setup
+from penstock.engine.timeline import Timeline
+from penstock.errors import ConfigError, PenstockError
+from penstock.models.store import ModelFiles
+from penstock.server.config import ServerConfig
+from penstock.server.worker_setup import WorkerSetup, encode_worker_setup
+from penstock.telemetry import log_event
+
+log = logging.getLogger("penstock.supervisor")
+
+# An engine that dies this often without ever having been ready will not get better by itself.
+_MAX_FAILED_STARTS = 5
+_RESTART_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0)
+# Beyond the drain: what a worker may need to close its sockets, and the engine to end its step.
+_STOP_SECONDS = 5.0
+
+
+class StartFailed(PenstockError):
+    """The server cannot start; the sentence says why."""
+
+    code = "start_failed"
+
+
+class Supervisor:
+    """One server's processes."""
+
+    def __init__(
+        self,
+        sourced: Sourced,
+        config: ServerConfig,
+        files: ModelFiles,
+        timeline: Timeline,
+        *,
+        on_ready: Callable[["Supervisor"], None],
+        on_progress: Callable[[Progress], None],
+    ) -> None:
+        self.config = config
+        self.timeline = timeline
+        self._sourced = sourced
+        self._files = files
+        self._on_ready = on_ready
+        self._on_progress = on_progress
+        self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))  # mode 0700: only we may connect
+        self._listener = _listen(config.host, config.port)
+        self._stopping = asyncio.Event()
+        self._draining = asyncio.Event()
+        self._engine: asyncio.subprocess.Process | None = None
+        self._workers: dict[int, asyncio.subprocess.Process] = {}
+        self._client: EngineClient | None = None
+        self._refused: str | None = None
+
+    @property
+    def url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def run(self) -> int:
+        """Serve until a signal or a hopeless failure. Returns the exit status."""
+        loop = asyncio.get_running_loop()
+        for name in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(name, self._on_signal)
+        watchers = [asyncio.create_task(self._keep_engine())]
+        self._client = await EngineClient.connect(self._socket_path, b"supervisor")
+        watchers += [asyncio.create_task(self._keep_worker(index)) for index in range(self.config.workers)]
+        starting = asyncio.create_task(self._announce())
+        try:
+            await self._until_stopped([*watchers, starting])
+        finally:
+            await self._end([*watchers, starting])
+        return 0
+
+    @property
+    def _socket_path(self) -> str:
+        return str(self._folder / "engine.sock")
+
+    async def _until_stopped(self, tasks: list["asyncio.Task[None]"]) -> None:
+        """Wait for a signal, or for a task that gave up: then its error is raised."""
+        stopped = asyncio.create_task(self._draining.wait())
+        try:
+            pending: set[asyncio.Task[object]] = {stopped, *tasks}
+            while not stopped.done():
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            stopped.cancel()
+
+    def _on_signal(self) -> None:
+        """The first signal drains, the second ends everything at once."""
+        if not self._draining.is_set():
+            log_event(log, "draining: open requests may finish", seconds=self.config.drain_seconds)
+            self._draining.set()
+        else:
+            self._stopping.set()
+            self._kill()
+
+    # ------------------------------------------------------------ engine
+
+    async def _keep_engine(self) -> None:
+        """Run the engine, again and again if it dies."""
+        failed_starts = 0
+        while True:
+            was_ready = await self._run_engine()
+            if self._draining.is_set():
+                return
+            if self._refused is not None:
+                raise StartFailed(self._refused)
+            failed_starts = 0 if was_ready else failed_starts + 1
+            if failed_starts >= _MAX_FAILED_STARTS:
+                raise StartFailed(f"the engine died {failed_starts} times while it started; see the log above")
+            log_event(log, "the engine ended and is started again", level=logging.ERROR, failed_starts=failed_starts)
+            await asyncio.sleep(_RESTART_SECONDS[min(failed_starts, len(_RESTART_SECONDS) - 1)])
+
+    async def _run_engine(self) -> bool:
+        """Run one engine process to its end; return whether it ever served."""
+        setup = EngineSetup(
+            options=self._sourced.options,
+            sources=dict(self._sourced.sources),
+            files=self._files,
+            socket_path=self._socket_path,
+            log_format=self.config.log_format,
+            started=time.monotonic(),
+        )
+        engine = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "penstock.engine.process",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        self._engine = engine
+        before = self._client.info.epoch if self._client is not None and self._client.info is not None else None
+        await _feed(engine, encode_setup(setup))
+        assert engine.stdout is not None
+        async for line in engine.stdout:
+            notice = decode_notice(line)
+            if isinstance(notice, Refused):
+                self._refused = notice.message
+            else:
+                self._on_progress(notice)
+        await engine.wait()
+        assert self._client is not None
+        return self._client.info is not None and self._client.info.epoch != before
+
+    # ------------------------------------------------------------ API workers
+
+    async def _keep_worker(self, index: int) -> None:
+        """Run one API worker, again and again if it dies; tell the engine of the dead."""
+        generation = 0
+        failed_quickly = 0
+        while not self._draining.is_set():
+            identity = f"worker-{index}-{generation}".encode()
+            started = time.monotonic()
+            worker = await self._spawn_worker(identity)
+            self._workers[index] = worker
+            status = await worker.wait()
+            if self._client is not None:
+                self._client.say_goodbye(identity)
+            if self._draining.is_set():
+                return
+            failed_quickly = failed_quickly + 1 if time.monotonic() - started < 10 else 0
+            if failed_quickly >= _MAX_FAILED_STARTS:
+                raise StartFailed("an API worker died again and again while it started; see the log above")
+            log_event(log, "an API worker ended and is started again", level=logging.ERROR, worker=index, status=status)
+            generation += 1
+            await asyncio.sleep(_RESTART_SECONDS[min(failed_quickly, len(_RESTART_SECONDS) - 1)])
+
+    async def _spawn_worker(self, identity: bytes) -> asyncio.subprocess.Process:
+        setup = WorkerSetup(
+            options=self._sourced.options,
+            sources=dict(self._sourced.sources),
+            files=self._files,
+            engine_socket=self._socket_path,
+            identity=identity.decode(),
+            listen_fd=self._listener.fileno(),
+        )
+        worker = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "penstock.server.worker",
+            stdin=asyncio.subprocess.PIPE,
+            pass_fds=(self._listener.fileno(),),
+        )
+        await _feed(worker, encode_worker_setup(setup))
+        return worker
+
+    # ------------------------------------------------------------ start and end
+
+    async def _announce(self) -> None:
+        """Wait until a request would be served, then say so once."""
+        assert self._client is not None
+        info = await self._client.wait_ready()
+        self.timeline.extend(info.timeline)
+        host, port = self._listener.getsockname()[:2]
+        while not await _answers(host, port, "/ready"):
+            await asyncio.sleep(0.05)
+        self.timeline.mark("API workers")
+        self._on_ready(self)
+
+    async def _end(self, tasks: list["asyncio.Task[None]"]) -> None:
+        """End workers first, so that their open requests can finish, then the engine; leave nothing behind."""
+        self._draining.set()
+        for worker in self._workers.values():
+            _signal(worker, signal.SIGTERM)
+        limit = self.config.drain_seconds + _STOP_SECONDS
+        await self._ended([worker.wait() for worker in self._workers.values()], limit)
+        if self._engine is not None:
+            _signal(self._engine, signal.SIGTERM)
+            await self._ended([self._engine.wait()], _STOP_SECONDS)
+        self._kill()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._client is not None:
+            await self._client.close()
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _ended(self, ends: list[object], limit: float) -> None:
+        """Wait for processes, but no longer than the limit or the second signal."""
+        if not ends:
+            return
+        waiting = asyncio.gather(*ends)  # type: ignore[call-overload]
+        now = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait([waiting, now], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        now.cancel()
+
+    def _kill(self) -> None:
+        for process in [*self._workers.values(), *([self._engine] if self._engine else [])]:
+            _signal(process, signal.SIGKILL)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Bind before anything costly starts: a taken port is told at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        if isinstance(error, socket.gaierror):
+            raise ConfigError("--host", host, "give an address of this machine") from error
+        right = f"it cannot be listened on at {host} ({os.strerror(error.errno or 0)}); give another --port"
+        raise ConfigError("--port", port, right) from error
+    listener.listen(2048)
+    listener.setblocking(False)
+    return listener
+
+
+async def _feed(process: asyncio.subprocess.Process, document: bytes) -> None:
+    """Give a child its setup and close its standard input."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        process.stdin.write(document)
+        await process.stdin.drain()
+    process.stdin.close()
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(number)
+
+
+async def _answers(host: str, port: int, path: str) -> bool:
+    """Whether GET path is answered with 200."""
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    try:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        status = await asyncio.wait_for(reader.readline(), 2.0)
+        return b" 200 " in status
+    except (OSError, TimeoutError):
+        return False
+    finally:
+        writer.close()

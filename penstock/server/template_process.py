@@ -1,0 +1,142 @@
+"""A process that renders one chat template, and can be killed.
+
+Templates come with models and are programs: a few bytes of Jinja loop for ever or fill the memory inside a single
+C call, which no thread, sandbox rule or trace function can interrupt. So they run here: sandboxed, under the kernel's
+limits on memory, files and processes, behind a parent that kills the process when time is up.
+
+Answers each frame on its standard input with one on its standard output; the first frame is the template. Knows
+nothing of the server; imports little, to start fast.
+"""
+
+import datetime
+import json
+import resource
+import signal
+import sys
+from typing import Any, BinaryIO, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from penstock.server.template_frames import HEAD_BYTES, decode_document, encode_frame, length_in
+
+MAX_MEMORY_BYTES = 1024**3
+
+
+class GenerationBlocks(jinja2.ext.Extension):
+    """Accepts {% generation %} … {% endgeneration %}, which mark the assistant's words for training, and renders within."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class TemplateRenderer:
+    """One compiled template with the helpers that templates of the Hugging Face kind expect."""
+
+    def __init__(self, template: str, variables: dict[str, Any], max_characters: int) -> None:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._template = environment.from_string(template)
+        self._variables = variables
+        self._max_characters = max_characters
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        """Return the prompt's text. Raises jinja2.TemplateError."""
+        pieces: list[str] = []
+        room = self._max_characters
+        for piece in self._template.generate(**self._variables, messages=messages, add_generation_prompt=True):
+            room -= len(piece)
+            if room < 0:
+                raise jinja2.TemplateError(f"the rendered prompt is longer than {self._max_characters} characters")
+            pieces.append(piece)
+        return "".join(pieces)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: unlike Jinja's own filter, without escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(str(message))
+
+
+def _strftime_now(format_text: str) -> str:
+    return datetime.datetime.now().strftime(format_text)
+
+
+def _read_frame(stream: BinaryIO) -> dict[str, Any] | None:
+    """Return the next document, None at the end of the stream."""
+    head = stream.read(HEAD_BYTES)
+    return decode_document(stream.read(length_in(head))) if len(head) == HEAD_BYTES else None
+
+
+def _write_frame(stream: BinaryIO, document: dict[str, Any]) -> None:
+    stream.write(encode_frame(document))
+    stream.flush()
+
+
+def _limit_resources() -> None:
+    limits = {
+        resource.RLIMIT_AS: MAX_MEMORY_BYTES,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NOFILE: 16,
+    }
+    for kind, limit in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        value = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (value, value))
+
+
+def _answer(renderer: TemplateRenderer, request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"text": renderer.render(request["messages"])}
+    except jinja2.TemplateError as error:
+        return {"error": str(error)[:500]}
+    except MemoryError:
+        return {"error": "it needed more memory than it may have"}
+    except RecursionError:
+        return {"error": "it is nested too deeply"}
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        return {"error": f"{type(error).__name__}: {error}"[:500]}  # a mistake in the template's own expressions
+
+
+def main() -> None:
+    _limit_resources()
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    setup = _read_frame(requests)
+    if setup is None:
+        return
+    try:
+        renderer = TemplateRenderer(setup["template"], setup["variables"], setup["max_characters"])
+    except (jinja2.TemplateError, RecursionError, MemoryError) as error:
+        _write_frame(answers, {"error": f"it is not valid: {error}"[:500]})
+        return
+    _write_frame(answers, {"text": ""})
+    while (request := _read_frame(requests)) is not None:
+        # Should the parent be gone, the kernel ends this process, even within one long call.
+        signal.setitimer(signal.ITIMER_REAL, setup["seconds"])
+        answer = _answer(renderer, request)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _write_frame(answers, answer)
+
+
+if __name__ == "__main__":
+    main()

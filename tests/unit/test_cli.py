@@ -1,0 +1,205 @@
+"""The `penstock` command: flags come from the table of options, and mistakes end in one sentence."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.cli import main
+from penstock.commands import models
+from penstock.config import Options, Sourced, flag
+from penstock.errors import ModelNotFound
+from penstock.request import SamplingParams
+from penstock.server import supervisor
+
+
+class Served:
+    """Stands in for the server: remembers what it was asked to serve."""
+
+    def __init__(self, outcome: int | BaseException = 0) -> None:
+        self.sourced: Sourced | None = None
+        self._outcome = outcome
+
+    def __call__(self, sourced: Sourced) -> int:
+        self.sourced = sourced
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return self._outcome
+
+    @property
+    def options(self) -> Options:
+        assert self.sourced is not None
+        return self.sourced.options
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for item in dataclasses.fields(Options):
+        monkeypatch.delenv(f"PENSTOCK_{item.name.upper()}", raising=False)
+    monkeypatch.setattr(models, "fetch", lambda options: None)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Served:
+    served = Served()
+    monkeypatch.setattr(supervisor, "run", served)
+    return served
+
+
+def run(*arguments: str) -> int:
+    """Return the exit status of a command line."""
+    try:
+        return main(arguments)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+
+
+def test_version_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("version") == 0
+    assert capsys.readouterr().out == f"penstock {penstock.__version__}\n"
+
+
+def test_serve_without_arguments_serves_the_defaults(served: Served) -> None:
+    assert run("serve") == 0
+    assert served.options == Options()
+
+
+def test_the_first_argument_is_the_model(served: Served) -> None:
+    run("serve", "organisation/model", "--port", "9000")
+    assert served.options.model == "organisation/model"
+    assert served.options.port == 9000
+    assert served.sourced is not None
+    assert served.sourced.why("port") == "command line"
+    assert served.sourced.why("host") == "default"
+
+
+def sample_value(item: dataclasses.Field[Any]) -> str:
+    """Return a usable value, other than the default, as one would type it."""
+    if "choices" in item.metadata:
+        return str(item.metadata["choices"][-1])
+    kind = str(item.type)
+    if "int" in kind:
+        return str(item.metadata.get("high", item.metadata["low"] + 5))
+    return "7.5" if "float" in kind else "some-text"
+
+
+@pytest.mark.parametrize(
+    "item",
+    [item for item in dataclasses.fields(Options) if item.name not in ("model", "prefix_cache")],
+    ids=lambda i: i.name,
+)
+def test_every_option_of_the_table_is_a_flag_of_serve(served: Served, item: dataclasses.Field[Any]) -> None:
+    value = sample_value(item)
+    assert run("serve", flag(item.name), value) == 0
+    assert str(getattr(served.options, item.name)) == value
+
+
+@pytest.mark.parametrize(("typed", "value"), [("--no-prefix-cache", False), ("--prefix-cache", True)])
+def test_a_switch_has_a_no(served: Served, typed: str, value: bool) -> None:
+    run("serve", typed)
+    assert served.options.prefix_cache is value
+
+
+def test_a_file_and_the_environment_are_read(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text("port = 9001\nmax-running = 3\n")
+    monkeypatch.setenv("PENSTOCK_PORT", "9002")
+    run("serve", "--config", str(file))
+    assert served.options.port == 9002
+    assert served.options.max_running == 3
+
+
+def test_the_servers_exit_status_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "run", Served(7))
+    assert run("serve") == 7
+
+
+def test_a_bad_value_ends_in_one_sentence_and_status_2(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "--port", "eighty") == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == "--port: 'eighty' is not usable; give a whole number\n"
+    assert served.sourced is None
+
+
+def test_an_error_of_a_command_ends_in_its_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervisor, "run", Served(ModelNotFound("there is no model 'x': " + "y " * 100)))
+    assert run("serve") == 2
+    assert capsys.readouterr().err == "there is no model 'x': " + "y " * 100 + "\n"
+
+
+def test_ctrl_c_ends_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(supervisor, "run", Served(KeyboardInterrupt()))
+    assert run("serve") == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_an_unknown_flag_is_refused_with_status_2(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "--prot", "80") == 2
+    assert "--prot" in capsys.readouterr().err
+    assert served.sourced is None
+
+
+def test_help_shows_the_options_by_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "--help") == 0
+    shown = capsys.readouterr().out
+    for group in ("Model", "Device", "Memory", "Scheduler", "Server"):
+        assert f"{group} options" in shown
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["version"], ["serve", "--help"], ["generate", "--help"]], ids=" ".join
+)
+def test_help_and_version_load_neither_torch_nor_a_web_server(arguments: list[str]) -> None:
+    code = (
+        "import sys; from penstock.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "loaded = {'torch', 'fastapi', 'aiohttp', 'huggingface_hub', 'zmq'} & set(sys.modules)\n"
+        "sys.exit(str(loaded) if loaded else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_generate_hands_prompt_options_and_sampling_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.commands import generate
+
+    calls: list[tuple[Sourced, str, SamplingParams]] = []
+
+    def record(sourced: Sourced, prompt: str, params: SamplingParams) -> int:
+        calls.append((sourced, prompt, params))
+        return 0
+
+    monkeypatch.setattr(generate, "run", record)
+    assert run("generate", "Once upon", "--model", "m.gguf", "--max-tokens", "3", "--temperature", "0.5") == 0
+    ((sourced, prompt, params),) = calls
+    assert prompt == "Once upon"
+    assert sourced.options.model == "m.gguf"
+    assert params == SamplingParams(max_tokens=3, temperature=0.5)
+
+
+def test_generate_has_no_server_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "x", "--port", "1") == 2
+    assert "--port" in capsys.readouterr().err
+
+
+def test_chat_hands_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.commands import chat
+
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(chat, "run", lambda *values: calls.append(values))
+    monkeypatch.setenv("OPENAI_API_KEY", "from-environment")
+    run("chat", "--url", "http://there", "--system", "Be brief.", "--temperature", "0")
+    assert calls == [("http://there", "from-environment", None, "Be brief.", {"temperature": 0.0})]
+
+
+def test_python_can_run_the_package(tmp_path: Path) -> None:
+    result = subprocess.run([sys.executable, "-m", "penstock", "version"], capture_output=True, text=True, check=True)
+    assert result.stdout == f"penstock {penstock.__version__}\n"
