@@ -4,6 +4,7 @@ Weights are drawn wide enough that every part of the model shows in the logits.
 """
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -34,7 +35,8 @@ SIZES: dict[str, object] = {
 def make_reference(model_type: str, folder: Path | None = None, **config: object) -> PreTrainedModel:
     """Make a model; save it to `folder` as Hugging Face does."""
     torch.manual_seed(0)
-    settings = AutoConfig.for_model(model_type, **{**SIZES, **config})
+    # transformers writes into the objects that a config is made from.
+    settings = AutoConfig.for_model(model_type, **deepcopy({**SIZES, **config}))
     model = AutoModelForCausalLM.from_config(settings, attn_implementation="eager", dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
         _fill(name, parameter.data)

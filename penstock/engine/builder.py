@@ -66,14 +66,19 @@ def build_engine(
         progress=progress,
     )
     timeline.mark("weights")
-    engine = Engine(make_scheduler(config, spec), _make_runner(config, spec, model))
+    engine = assemble(config, spec, model)
     timeline.mark("KV cache")
     _warm_up(engine)
     timeline.mark("first step")
     return BuiltEngine(engine, config, spec, settings)
 
 
-def make_scheduler(config: EngineConfig, spec: ModelSpec) -> Scheduler:
+def assemble(config: EngineConfig, spec: ModelSpec, model: Decoder) -> Engine:
+    """Return an engine around a loaded model."""
+    return Engine(_make_scheduler(config, spec), _make_runner(config, spec, model))
+
+
+def _make_scheduler(config: EngineConfig, spec: ModelSpec) -> Scheduler:
     cache = KvCache(
         config.num_blocks,
         BlockHasher(secrets.token_bytes(32), config.block_tokens),

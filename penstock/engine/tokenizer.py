@@ -71,11 +71,11 @@ class Tokenizer:
         raise ModelError("the folder has no tokenizer.json", file=str(files.path))
 
     @property
-    def bos_token(self) -> str | None:
+    def bos_text(self) -> str | None:
         return None if self.bos_token_id is None else self.token_text(self.bos_token_id)
 
     @property
-    def eos_token(self) -> str | None:
+    def eos_text(self) -> str | None:
         return None if self.eos_token_id is None else self.token_text(self.eos_token_id)
 
     @property
@@ -251,3 +251,143 @@ class _Pieces:
         if self._byte_fallback and added is None and (byte := _BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(byte[1])
         return str(token).replace(SPACE_MARK, " ").encode()
+
+
+def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    if backend.decoder is None:
+        return []
+    state: dict[str, Any] = json.loads(backend.decoder.__getstate__())
+    steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
+    return steps
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level tokenizers write each byte as one visible character: its own where it has one, else from U+0100 on."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF[character] for character in token])
+    except KeyError:
+        return token.encode()  # a token that was written as it reads
+
+
+def _require_whole_characters(text: str) -> None:
+    """JSON may hold half of a surrogate pair, which is no text in any encoding."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidParameter(
+            "prompt", text[error.start : error.end], "send whole Unicode characters, not half of a surrogate pair"
+        ) from error
+
+
+def _from_gguf(file: GgufFile) -> Tokenizer:
+    backend = gguf_vocabulary.build(file)
+    ids = {
+        name: value
+        for name in ("bos", "eos", "eot", "eom")
+        if isinstance(value := file.metadata.get(f"tokenizer.ggml.{name}_token_id"), int)
+    }
+    template = file.metadata.get("tokenizer.chat_template")
+    named = [backend.token_to_id(token) for token in _END_TOKENS]
+    ends = [ids.get("eot"), ids.get("eom"), *named]
+    return Tokenizer(
+        backend,
+        file=file.path,
+        bos_token_id=ids.get("bos"),
+        eos_token_id=ids.get("eos"),
+        end_token_ids=[token_id for token_id in ends if token_id is not None],
+        chat_template=template if isinstance(template, str) else None,
+    )
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    file = folder / "tokenizer.json"
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(f"it cannot be read as a tokenizer: {error}", file=str(file)) from error
+    settings = _read_object(folder / "special_tokens_map.json") | _read_object(folder / "tokenizer_config.json")
+    bos, eos = (_special_token(backend, settings.get(name)) for name in ("bos_token", "eos_token"))
+    if "add_bos_token" in settings or "add_eos_token" in settings:
+        # Where the settings say so outright, they win over what tokenizer.json adds.
+        backend.post_processor = gguf_vocabulary.frame(
+            bos if settings.get("add_bos_token") else None, eos if settings.get("add_eos_token") else None
+        )
+    return Tokenizer(
+        backend,
+        file=file,
+        bos_token_id=None if bos is None else bos[0],
+        eos_token_id=None if eos is None else eos[0],
+        end_token_ids=_end_token_ids(folder),
+        chat_template=_chat_template(folder, settings),
+    )
+
+
+def _for_benchmarks(config: Path) -> Tokenizer:
+    """A tokenizer for a bare config.json: one token per byte, and words without meaning up to the model's size."""
+    settings = _read_object(config)
+    vocab_size = (settings.get("text_config") or settings).get("vocab_size")
+    if type(vocab_size) is not int or not 256 <= vocab_size <= 1 << 24:
+        raise ModelError(
+            f"vocab_size is {vocab_size!r}; without a tokenizer.json it must be at least 256", file=str(config)
+        )
+    vocabulary = dict(_BYTE_OF) | {f"Ġt{token_id}": token_id for token_id in range(256, vocab_size)}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend, file=config, end_token_ids=_end_token_ids(config.parent))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return a JSON file's object; an empty one where there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"it is not valid JSON ({error})", file=str(path)) from error
+    except OSError as error:
+        raise ModelError(f"it cannot be read ({error.strerror})", file=str(path)) from error
+    if not isinstance(content, dict):
+        raise ModelError("it is not a JSON object", file=str(path))
+    return content
+
+
+def _special_token(backend: tokenizers.Tokenizer, value: object) -> tuple[int, str] | None:
+    """Settings give a token as its text or as an object with its `content`."""
+    text = value.get("content") if isinstance(value, dict) else value
+    token_id = backend.token_to_id(text) if isinstance(text, str) else None
+    return None if token_id is None else (token_id, str(text))
+
+
+def _end_token_ids(folder: Path) -> list[int]:
+    """What the model's own settings end a generation with."""
+    for name in ("generation_config.json", "config.json"):
+        value = _read_object(folder / name).get("eos_token_id")
+        values = value if isinstance(value, list) else [value]
+        ids = [item for item in values if type(item) is int and item >= 0]
+        if ids:
+            return ids
+    return []
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"it cannot be read ({error})", file=str(file)) from error
+    template = _read_object(folder / "chat_template.json").get("chat_template") or settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None

@@ -17,11 +17,10 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from penstock.errors import ModelError
 
-Progress = Callable[[int, int | None, str], None]  # (done bytes, total bytes where known, what)
+Progress = Callable[[int, int, str], None]  # (done bytes, total bytes, what)
 
 _CHUNK_BYTES = 1 << 20
 _TIMEOUT_SECONDS = 30.0
@@ -33,8 +32,8 @@ class DownloadInterrupted(Exception):
     """The network or the server failed; what came so far is kept, and another try goes on from there."""
 
 
-def fetch(url: str, target: Path, *, sha256: str, progress: Progress | None = None) -> None:
-    """Download `url` to `target`, going on where an earlier try ended.
+def fetch(url: str, target: Path, *, num_bytes: int, sha256: str, progress: Progress | None = None) -> None:
+    """Download `url`, which has `num_bytes`, to `target`, going on where an earlier try ended.
 
     Raises DownloadInterrupted when the network gives up, ModelError when the content is not what it should be.
     """
@@ -43,7 +42,7 @@ def fetch(url: str, target: Path, *, sha256: str, progress: Progress | None = No
     while True:
         before = _size(part)
         try:
-            _transfer(url, part, target.name, progress)
+            _transfer(url, part, num_bytes, target.name, progress)
             break
         except DownloadInterrupted:
             failures = 1 if _size(part) > before else failures + 1
@@ -103,25 +102,24 @@ def require_space(folder: Path, num_bytes: int) -> None:
         )
 
 
-def _transfer(url: str, part: Path, name: str, progress: Progress | None) -> None:
-    """Append what is missing to the part. Returns when it is complete by the server's word."""
+def _transfer(url: str, part: Path, num_bytes: int, name: str, progress: Progress | None) -> None:
+    """Append what is missing to the part, and no byte more than it should have."""
     start = _size(part)
     response = _open(url, start)
     if response is None:
-        # The server has nothing after what we have: the part is whole, or longer than the file. The hash tells.
+        # The server has nothing after what we have: the part is whole, or not of this file. The hash tells.
         return
     with response:
         resumed = response.status == http.HTTPStatus.PARTIAL_CONTENT
         done = start if resumed else 0
-        total = _total_bytes(response, done)
         with part.open("ab" if resumed else "wb") as file:
-            while chunk := _read(response):
+            while chunk := _read(response, num_bytes - done):
                 file.write(chunk)
                 done += len(chunk)
                 if progress is not None:
-                    progress(done, total, name)
-    if total is not None and done != total:
-        raise DownloadInterrupted(f"the connection ended after {done} of {total} bytes")
+                    progress(done, num_bytes, name)
+    if done < num_bytes:
+        raise DownloadInterrupted(f"the connection ended after {done} of {num_bytes} bytes")
 
 
 def _open(url: str, start: int) -> http.client.HTTPResponse | None:
@@ -146,9 +144,9 @@ def _open(url: str, start: int) -> http.client.HTTPResponse | None:
     return response
 
 
-def _read(response: IO[bytes]) -> bytes:
+def _read(response: http.client.HTTPResponse, max_bytes: int) -> bytes:
     try:
-        return response.read(_CHUNK_BYTES)
+        return response.read(min(max_bytes, _CHUNK_BYTES))
     except (OSError, http.client.HTTPException) as error:
         raise DownloadInterrupted(f"the connection broke ({error})") from error
 
@@ -165,11 +163,6 @@ def _tls_context() -> ssl.SSLContext:
 def _range_start(response: http.client.HTTPResponse) -> int | None:
     first = (response.getheader("Content-Range") or "").removeprefix("bytes ").partition("-")[0]
     return int(first) if first.isdecimal() else None
-
-
-def _total_bytes(response: http.client.HTTPResponse, done: int) -> int | None:
-    length = response.getheader("Content-Length") or ""
-    return done + int(length) if length.isdecimal() else None
 
 
 def _size(path: Path) -> int:

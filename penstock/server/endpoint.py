@@ -68,7 +68,9 @@ def check_access(routes: Iterable[BaseRoute]) -> None:
     for route in routes:
         handler = getattr(route, "endpoint", None)
         if not isinstance(handler, GuardedHandler) or not isinstance(handler.endpoint.access, Access):
-            raise RuntimeError(f"route {getattr(route, 'path', route)!r} declares no access class; add an Endpoint for it")
+            raise RuntimeError(
+                f"route {getattr(route, 'path', route)!r} declares no access class; add an Endpoint for it"
+            )
 
 
 def attach_record(scope: dict[str, object], record: RequestRecord) -> None:

@@ -48,7 +48,7 @@ class TextAssembler:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self.num_tokens = 0
         self.finish: FinishReason | None = None
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, after_prompt=True)
         self._matcher = StopMatcher(list(params.stop)) if params.stop else None
         self._min_tokens = params.min_tokens
         self._scored = params.logprobs is not None

@@ -1,0 +1,68 @@
+"""The HTTP app: the routes, in one place, behind one door.
+
+Adding an endpoint is one file in `routes/` and one line in `ROUTES`. Knows nothing of processes and sockets: that is
+`server.worker`'s.
+"""
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock import __version__
+from penstock.errors import BodyTooLarge, MethodNotAllowed, PenstockError, RequestError, RouteNotFound
+from penstock.protocol.errors import reply_for
+from penstock.server.context import ServerContext
+from penstock.server.endpoint import Endpoint, GuardedHandler, check_access, record_of
+from penstock.server.front_door import FrontDoor
+from penstock.server.openapi import build_document
+from penstock.server.routes import chat, completions, document, health, home, metrics, models, tokenize
+
+ROUTES = (chat, completions, models, tokenize, health, metrics, home)
+
+
+def create_app(context: ServerContext) -> FastAPI:
+    """Return the app of one API worker. Raises if a route does not declare who may call it."""
+    endpoints: list[Endpoint] = [endpoint for module in ROUTES for endpoint in module.endpoints(context)]
+    api_document = build_document(endpoints)
+    endpoints += document.endpoints(api_document)
+    app = FastAPI(title="Penstock", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
+    app.openapi_schema = api_document
+    for endpoint in endpoints:
+        app.add_api_route(
+            endpoint.path,
+            GuardedHandler(endpoint, context.keys),
+            methods=[endpoint.method],
+            response_model=None,
+            name=endpoint.path,
+            include_in_schema=False,
+        )
+    check_access(app.routes)
+    app.add_exception_handler(PenstockError, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_http_exception)
+    app.add_middleware(FrontDoor, metrics=context.metrics)
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    reply = reply_for(error)
+    record_of(request).error_code = reply.code
+    headers = dict(reply.headers)
+    if isinstance(error, BodyTooLarge):
+        headers["connection"] = "close"  # or the rest of the body would have to be read
+    return Response(reply.body, reply.status, headers=headers, media_type="application/json")
+
+
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
+    """Give the framework's own refusals the shape of ours."""
+    assert isinstance(error, HTTPException)
+    method, path = request.method[:20], request.url.path[:200]
+    if error.status_code == 404:
+        own: RequestError = RouteNotFound(f"there is no {path!r} here; see /docs for what there is")
+    elif error.status_code == 405:
+        own = MethodNotAllowed(f"{method!r} is not possible on {path!r}; see /docs for what is")
+    else:
+        own = RequestError("the request could not be understood")
+    response = await _answer_error(request, own)
+    response.headers.update(error.headers or {})
+    return response

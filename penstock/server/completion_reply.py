@@ -1,0 +1,72 @@
+"""How /v1/completions writes an answer."""
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from penstock.engine.tokenizer import Tokenizer
+from penstock.protocol.generation import Usage
+from penstock.protocol.openai_completions import Completion, CompletionChoice, CompletionLogprobs
+from penstock.server.answer import Choice
+from penstock.server.streaming import Reply, event
+from penstock.server.text_assembly import TextPiece
+from penstock.server.token_text import completion_logprobs, prompt_logprobs
+
+
+class CompletionReply(Reply):
+    def __init__(
+        self,
+        completion_id: str,
+        created: int,
+        model: str,
+        tokenizer: Tokenizer,
+        *,
+        with_logprobs: bool,
+        with_usage: bool,
+        echo: bool,
+    ) -> None:
+        self._id = completion_id
+        self._created = created
+        self._model = model
+        self._tokenizer = tokenizer
+        self._with_logprobs = with_logprobs
+        self._with_usage = with_usage
+        self._echo = echo
+        self._begun: set[int] = set()
+
+    def events(self, choice: Choice, piece: TextPiece) -> bytes:
+        first = choice.index not in self._begun
+        self._begun.add(choice.index)
+        shown = self._choice(choice, piece, with_prompt=self._echo and first)
+        return event(self._completion([shown], None if self._with_usage else UNSET))
+
+    def usage_event(self, usage: Usage) -> bytes:
+        return event(self._completion([], usage)) if self._with_usage else b""
+
+    def whole(self, texts: list[tuple[Choice, TextPiece]], usage: Usage) -> bytes:
+        choices = [self._choice(choice, piece, with_prompt=self._echo) for choice, piece in texts]
+        return msgspec.json.encode(self._completion(choices, usage))
+
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+        return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
+
+    def _choice(self, choice: Choice, piece: TextPiece, *, with_prompt: bool) -> CompletionChoice:
+        text = (self._prompt_text(choice) if with_prompt else "") + piece.text
+        logprobs = self._logprobs(choice, piece, with_prompt=with_prompt) if self._with_logprobs else None
+        return CompletionChoice(choice.index, text, logprobs, None if piece.finish is None else str(piece.finish))
+
+    def _logprobs(self, choice: Choice, piece: TextPiece, *, with_prompt: bool) -> CompletionLogprobs:
+        base = len(self._prompt_text(choice)) if self._echo else 0
+        answer = completion_logprobs(self._tokenizer, piece.tokens, base=base)
+        if not with_prompt:
+            return answer
+        prompt = prompt_logprobs(self._tokenizer, choice.prompt.token_ids, choice.prompt_logprobs)
+        return CompletionLogprobs(
+            prompt.tokens + answer.tokens,
+            prompt.token_logprobs + answer.token_logprobs,
+            prompt.top_logprobs + answer.top_logprobs,
+            prompt.text_offset + answer.text_offset,
+        )
+
+    def _prompt_text(self, choice: Choice) -> str:
+        text = choice.prompt.text
+        return text if text is not None else self._tokenizer.decode(choice.prompt.token_ids)

@@ -1,0 +1,61 @@
+"""/v1/chat/completions: messages in, the assistant's turn out."""
+
+import time
+import uuid
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.protocol.openai_chat import ChatChunk, ChatCompletion, ChatRequest
+from penstock.server.body import read_request
+from penstock.server.chat_reply import ChatReply
+from penstock.server.context import ServerContext
+from penstock.server.endpoint import Access, Endpoint, record_of
+from penstock.server.generation import begin_answer
+from penstock.server.prompt import chat_prompt, check_answer_fits, check_prompt
+from penstock.server.streaming import AnswerResponse
+
+
+def endpoints(context: ServerContext) -> list[Endpoint]:
+    async def create(request: Request) -> Response:
+        record = record_of(request)
+        chat = await read_request(request, ChatRequest, context.config.max_body_bytes)
+        context.check_model(chat.model)
+        record.model, record.stream, record.completion_id = (
+            chat.model,
+            chat.wants_stream,
+            f"chatcmpl-{uuid.uuid4().hex}",
+        )
+        chat.check_stream_options()
+        info = context.engine_info()
+        max_tokens, num_logprobs = chat.answer_limit(), chat.num_logprobs()
+        params = chat.sampling_params(max_tokens=max_tokens, logprobs=num_logprobs)
+        params.validate(info.vocab_size)
+        prompt = await chat_prompt(context, chat.messages)
+        check_prompt(prompt, info, param="messages")
+        limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
+        check_answer_fits(prompt, max_tokens, info, param=limit_name)
+        reply = ChatReply(
+            record.completion_id,
+            int(time.time()),
+            chat.model,
+            context.tokenizer,
+            with_logprobs=num_logprobs is not None,
+            with_usage=chat.wants_usage_chunk,
+        )
+        answer = begin_answer(context, record, [prompt], params, num_choices=chat.num_choices)
+        return AnswerResponse(answer, reply, stream=chat.wants_stream, record=record, answers=context.answers)
+
+    return [
+        Endpoint(
+            method="POST",
+            path="/v1/chat/completions",
+            handler=create,
+            access=Access.CLIENT,
+            summary="Continue a conversation",
+            tag="OpenAI",
+            takes=ChatRequest,
+            gives=ChatCompletion,
+            streams=ChatChunk,
+        )
+    ]

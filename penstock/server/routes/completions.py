@@ -1,0 +1,87 @@
+"""/v1/completions: texts or token ids in, their continuations out."""
+
+import time
+import uuid
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.protocol.openai_completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
+from penstock.request import SamplingParams
+from penstock.server.answer import Prompt
+from penstock.server.body import read_request
+from penstock.server.completion_reply import CompletionReply
+from penstock.server.context import ServerContext
+from penstock.server.endpoint import Access, Endpoint, record_of
+from penstock.server.generation import begin_answer
+from penstock.server.prompt import check_answer_fits, check_prompt, text_prompt
+from penstock.server.streaming import AnswerResponse
+
+
+def endpoints(context: ServerContext) -> list[Endpoint]:
+    async def create(request: Request) -> Response:
+        record = record_of(request)
+        wanted = await read_request(request, CompletionRequest, context.config.max_body_bytes)
+        context.check_model(wanted.model)
+        record.model, record.stream, record.completion_id = (
+            wanted.model,
+            wanted.wants_stream,
+            f"cmpl-{uuid.uuid4().hex}",
+        )
+        wanted.check_stream_options()
+        wanted.check_combinations()
+        info = context.engine_info()
+        params = _params(wanted)
+        params.validate(info.vocab_size)
+        prompts = [await _prompt(context, prompt) for prompt in wanted.prompt]
+        for prompt in prompts:
+            check_prompt(prompt, info, param="prompt")
+            check_answer_fits(prompt, wanted.max_tokens, info, param="max_tokens")
+        reply = CompletionReply(
+            record.completion_id,
+            int(time.time()),
+            wanted.model,
+            context.tokenizer,
+            with_logprobs=wanted.logprobs is not None,
+            with_usage=wanted.wants_usage_chunk,
+            echo=bool(wanted.echo),
+        )
+        answer = begin_answer(
+            context,
+            record,
+            prompts,
+            params,
+            num_choices=wanted.num_choices,
+            only_scores_prompt=wanted.only_scores_prompt,
+        )
+        return AnswerResponse(answer, reply, stream=wanted.wants_stream, record=record, answers=context.answers)
+
+    return [
+        Endpoint(
+            method="POST",
+            path="/v1/completions",
+            handler=create,
+            access=Access.CLIENT,
+            summary="Continue texts or token ids",
+            tag="OpenAI",
+            takes=CompletionRequest,
+            gives=Completion,
+            streams=Completion,
+        )
+    ]
+
+
+def _params(wanted: CompletionRequest) -> SamplingParams:
+    # The default length ends with the context, where that comes first; one that was asked for must fit.
+    max_tokens = DEFAULT_MAX_TOKENS if wanted.max_tokens is None else wanted.max_tokens
+    return wanted.sampling_params(
+        max_tokens=max(1, max_tokens) if wanted.only_scores_prompt else max_tokens,
+        logprobs=wanted.logprobs,
+        prompt_logprobs=bool(wanted.echo) and wanted.logprobs is not None,
+    )
+
+
+async def _prompt(context: ServerContext, prompt: str | list[int]) -> Prompt:
+    if isinstance(prompt, str):
+        return await text_prompt(context, prompt, add_special=True)
+    return Prompt(prompt)

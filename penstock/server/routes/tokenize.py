@@ -1,0 +1,69 @@
+"""/tokenize and /detokenize: what a text costs, and what tokens say."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.errors import InvalidParameter
+from penstock.protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from penstock.server.answer import Prompt
+from penstock.server.body import read_request
+from penstock.server.context import ServerContext
+from penstock.server.endpoint import Access, Endpoint, record_of
+from penstock.server.json_response import json_response
+from penstock.server.prompt import chat_prompt, text_prompt
+
+
+def endpoints(context: ServerContext) -> list[Endpoint]:
+    def check_model(request: Request, model: str | None) -> None:
+        if model is not None:
+            context.check_model(model)
+            record_of(request).model = model
+
+    async def tokenize(request: Request) -> Response:
+        wanted = await read_request(request, TokenizeRequest, context.config.max_body_bytes)
+        check_model(request, wanted.model)
+        wanted.check_combinations()
+        token_ids = (await _prompt(context, wanted)).token_ids
+        texts = [context.tokenizer.token_text(token_id) for token_id in token_ids] if wanted.return_token_strs else None
+        info = context.engine.info
+        limit = None if info is None else info.max_context_tokens
+        return json_response(TokenizeResponse(len(token_ids), limit, token_ids, texts))
+
+    async def detokenize(request: Request) -> Response:
+        wanted = await read_request(request, DetokenizeRequest, context.config.max_body_bytes)
+        check_model(request, wanted.model)
+        size = context.tokenizer.vocab_size
+        for token_id in wanted.tokens:
+            if not 0 <= token_id < size:
+                raise InvalidParameter("tokens", token_id, f"give token ids from 0 to {size - 1}")
+        return json_response(DetokenizeResponse(context.tokenizer.decode(wanted.tokens, skip_special=False)))
+
+    return [
+        Endpoint(
+            method="POST",
+            path="/tokenize",
+            handler=tokenize,
+            access=Access.CLIENT,
+            summary="Turn a text or messages into token ids",
+            tag="Tokens",
+            takes=TokenizeRequest,
+            gives=TokenizeResponse,
+        ),
+        Endpoint(
+            method="POST",
+            path="/detokenize",
+            handler=detokenize,
+            access=Access.CLIENT,
+            summary="Turn token ids into a text",
+            tag="Tokens",
+            takes=DetokenizeRequest,
+            gives=DetokenizeResponse,
+        ),
+    ]
+
+
+async def _prompt(context: ServerContext, wanted: TokenizeRequest) -> Prompt:
+    if wanted.messages is not None:
+        return await chat_prompt(context, wanted.messages)
+    assert wanted.prompt is not None
+    return await text_prompt(context, wanted.prompt, add_special=wanted.add_special_tokens is not False)

@@ -1,0 +1,88 @@
+"""The command's surface is frozen: adding to it is a decision, not a side effect."""
+
+import dataclasses
+
+import pytest
+import typer.main
+
+from penstock.cli import app
+from penstock.config import Options, flag
+
+COMMANDS = ["serve", "pull", "models", "chat", "generate", "explain", "doctor", "version"]
+
+OPTIONS = [
+    "model",
+    "served_name",
+    "revision",
+    "load_format",
+    "precision",
+    "max_context_tokens",
+    "chat_template",
+    "cache_dir",
+    "device",
+    "threads",
+    "attention_backend",
+    "tensor_parallel",
+    "kv_memory",
+    "host_kv_memory",
+    "block_tokens",
+    "prefix_cache",
+    "max_running",
+    "max_step_tokens",
+    "max_waiting",
+    "speculative",
+    "draft_tokens",
+    "role",
+    "host",
+    "port",
+    "workers",
+    "keys",
+    "max_body_bytes",
+    "drain_seconds",
+    "log_format",
+]
+
+# Flags of commands that are not options of the table.
+OWN_FLAGS = {
+    "pull": [],
+    "models": ["--json"],
+    "chat": ["--url", "--api-key", "--model", "--system", "--max-tokens", "--temperature"],
+    "generate": ["--max-tokens", "--temperature"],
+    "explain": ["--json"],
+    "doctor": ["--json"],
+    "version": [],
+    "serve": [],
+}
+MAX_FLAGS = 40
+
+
+def flags_of(command: str) -> list[str]:
+    """Return the long flags of a command, switches by their positive name."""
+    group = typer.main.get_command(app)
+    parameters = group.commands[command].params  # type: ignore[attr-defined]
+    return [item.opts[-1] for item in parameters if item.param_type_name == "option" and item.opts[-1] != "--help"]
+
+
+def test_the_options_are_frozen() -> None:
+    assert [item.name for item in dataclasses.fields(Options)] == OPTIONS
+
+
+def test_the_commands_are_frozen() -> None:
+    assert list(typer.main.get_command(app).commands) == COMMANDS  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_commands_own_flags_are_frozen(command: str) -> None:
+    table = {flag(name) for name in OPTIONS} | {"--config"}
+    own = [item for item in flags_of(command) if item in OWN_FLAGS[command] or item not in table]
+    assert own == OWN_FLAGS[command]
+
+
+def test_serve_and_explain_take_every_option() -> None:
+    every = {flag(name) for name in OPTIONS if name != "model"} | {"--config"}
+    assert set(flags_of("serve")) == every
+    assert set(flags_of("explain")) == every | {"--json"}
+
+
+def test_there_are_at_most_40_flags_in_all() -> None:
+    assert len({name for command in COMMANDS for name in flags_of(command)}) <= MAX_FLAGS
