@@ -9,7 +9,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 ARGS ?=
 
-PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
+# Quiet twice: pip shows failures only.
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet --quiet
 # A stamp is named after the torch it stands for: another TORCH installs again.
 INSTALLED := $(VENV)/.installed-$(subst =,,$(subst /,_,$(firstword $(TORCH))))
 INSTALLED_TEST := $(INSTALLED)-test
@@ -27,7 +28,7 @@ serve: $(INSTALLED)
 	@exec $(VENV)/bin/penstock serve $(ARGS)
 
 test: $(INSTALLED_TEST)
-	@PATH="$(abspath $(VENV))/bin:$$PATH" scripts/check
+	@PATH="$$(cd $(VENV)/bin && pwd):$$PATH" scripts/check
 
 test-slow: $(INSTALLED_TEST)
 	@exec $(VENV)/bin/python -m pytest -m slow
@@ -35,12 +36,12 @@ test-slow: $(INSTALLED_TEST)
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# The environment is complete only when pip is in it, so that an interrupted run is made anew.
+# The environment is complete only when pip is in it: an interrupted one is completed.
 $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "Penstock needs Python 3.11 or newer; name one: make PYTHON=python3.12" >&2; exit 1; }
+		{ echo "Penstock needs Python 3.11 or newer; name one: make serve PYTHON=python3.12" >&2; exit 1; }
 	@echo "penstock: creating $(VENV) with $$($(PYTHON) --version)"
-	@$(PYTHON) -m venv --clear $(VENV) || \
+	@$(PYTHON) -m venv $(VENV) || \
 		{ echo "$(PYTHON) cannot create an environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 
 # torch comes first and alone, so that the build named by TORCH is the one that stays.

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 import penstock
+from penstock.commands import bench
 from penstock.commands.flags import options_of, takes_options
 from penstock.config import Sourced
 from penstock.errors import PenstockError
@@ -27,6 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(bench.app, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens to answer with")]

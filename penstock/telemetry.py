@@ -59,7 +59,7 @@ def log_event(logger: logging.Logger, message: str, *, level: int = logging.INFO
 
 def log_request(record: RequestRecord) -> None:
     """Write a request's line: what it asked for, what it cost and how it ended."""
-    values = {
+    values: dict[str, Any] = {
         name: round(value, 6) if isinstance(value, float) else value
         for name, value in asdict(record).items()
         if name != "arrival" and value not in ("", None)
@@ -67,7 +67,7 @@ def log_request(record: RequestRecord) -> None:
     if not record.num_choices:
         for name in ("stream", "num_choices", "prompt_tokens", "cached_tokens", "output_tokens"):
             values.pop(name)
-    log_event(logging.getLogger(_ACCESS_LOGGER), "request", **values)
+    log_event(logging.getLogger(_ACCESS_LOGGER), "request", level=logging.INFO, **values)
 
 
 def _time(record: logging.LogRecord) -> str:

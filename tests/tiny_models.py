@@ -15,6 +15,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.loader import load_model
 from penstock.models.registry import spec_for
 from penstock.models.store import ModelFiles
+from penstock.parallel.groups import SINGLE, Group
 
 VOCAB_SIZE = 97
 
@@ -39,13 +40,13 @@ def make_reference(model_type: str, folder: Path | None = None, **config: object
     settings = AutoConfig.for_model(model_type, **deepcopy({**SIZES, **config}))
     model = AutoModelForCausalLM.from_config(settings, attn_implementation="eager", dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
-        _fill(name, parameter.data)
+        fill(name, parameter.data)
     if folder is not None:
         model.save_pretrained(folder)
     return model
 
 
-def _fill(name: str, data: Tensor) -> None:
+def fill(name: str, data: Tensor) -> None:
     if data.ndim == 1:
         data.normal_(0.0, 0.3)
         if "norm" in name:
@@ -69,9 +70,14 @@ def folder_files(folder: Path) -> ModelFiles:
     return ModelFiles("tiny", "folder", folder, folder / "config.json")
 
 
-def load_exact(files: ModelFiles, context_tokens: int | None = None) -> Decoder:
+def load_exact(files: ModelFiles, context_tokens: int | None = None, group: Group = SINGLE) -> Decoder:
     return load_model(
-        files, spec_for(files), device=torch.device("cpu"), precision="exact", context_tokens=context_tokens
+        files,
+        spec_for(files),
+        device=torch.device("cpu"),
+        precision="exact",
+        context_tokens=context_tokens,
+        group=group,
     )
 
 

@@ -10,6 +10,7 @@ def run(sourced: Sourced, prompt: str, params: SamplingParams) -> int:
     """Print the prompt's continuation and nothing else, so that it can be piped on."""
     fetch(sourced.options)
     given = {name: getattr(sourced.options, name) for name in sourced.sources if name != "model"}
-    (completion,) = LLM(sourced.options.model, **given).generate([prompt], params)
+    with LLM(sourced.options.model, **given) as llm:
+        (completion,) = llm.generate([prompt], params)
     print(completion.text)
     return 0

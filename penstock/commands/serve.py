@@ -4,7 +4,7 @@ import asyncio
 import json
 import shlex
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -40,7 +40,7 @@ def run(sourced: Sourced) -> int:
         return asyncio.run(serve())
 
 
-def banner(supervisor: Supervisor, model: str, *, has_keys: bool) -> Table:
+def banner(supervisor: Supervisor, model: str, *, has_keys: bool) -> Group:
     """Return the start-up timeline, whose parts sum to the total, and what to try first."""
     timeline = supervisor.timeline
     rows = Table.grid(padding=(0, 2))
@@ -49,19 +49,21 @@ def banner(supervisor: Supervisor, model: str, *, has_keys: bool) -> Table:
     for phase, seconds in timeline.phases:
         rows.add_row(Text(f"{seconds:.2f} s", style="dim"), Text(phase, style="dim"))
     rows.add_row(Text(f"{timeline.total:.2f} s", style="bold"), Text(f"ready: {model}", style="bold"))
-    page = Table.grid()
-    page.add_row(rows)
-    page.add_row("")
-    page.add_row(Text(f"Look:  {supervisor.url}/       {supervisor.url}/docs"))
-    page.add_row(Text("Try:"))
-    page.add_row(Text(try_line(supervisor.url, model, has_keys=has_keys)))
-    page.add_row("")
-    return page
+    # Beside the table, not in it: a cell would be wrapped, and a wrapped command does not run.
+    return Group(
+        rows,
+        Text(),
+        Text(f"Look:  {supervisor.url}/       {supervisor.url}/docs"),
+        Text("Try:"),
+        Text(try_line(supervisor.url, model, has_keys=has_keys)),
+        Text(),
+    )
 
 
 def try_line(url: str, model: str, *, has_keys: bool) -> str:
     """Return a command that works as printed (with the caller's own key, where keys are needed)."""
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    body = json.dumps({"model": model, "messages": question, "temperature": 0, "max_tokens": 64})
     key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if has_keys else ""
     return f"curl -s {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 

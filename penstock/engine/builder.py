@@ -18,6 +18,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.messages import Submit
 from penstock.engine.metrics import EngineMetrics
 from penstock.engine.runner.batch_rows import BatchRows
+from penstock.engine.runner.cuda_graphs import DecodeGraphs
 from penstock.engine.runner.device import DTYPES, probe
 from penstock.engine.runner.kv_pool import KvPool
 from penstock.engine.runner.model_runner import ModelRunner
@@ -112,7 +113,11 @@ def _make_runner(config: EngineConfig, spec: ModelSpec, model: Decoder) -> Model
     attention = BACKENDS.load(config.attention_backend)(attention_layers(spec), pool.layers)
     rows = BatchRows(config.max_running, config.max_context_tokens, config.block_tokens, device)
     parameters = RowParameters(config.max_running, spec.vocab_size, device)
-    return ModelRunner(model, attention, pool, rows, parameters, spec.eos_token_ids)
+    graphs = None
+    if device.type == "cuda":
+        graphs = DecodeGraphs(model, attention, rows, config.max_running)
+        graphs.capture()
+    return ModelRunner(model, attention, pool, rows, parameters, spec.eos_token_ids, graphs)
 
 
 def _warm_up(engine: Engine) -> None:

@@ -31,7 +31,6 @@ _SPLITS = {
     "llama3": "llama3",
     "llama-v3": "llama3",
     "qwen2": "qwen2",
-    "deepseek-r1-qwen": "qwen2",
 }
 
 
@@ -140,7 +139,11 @@ class _Builder:
         """Tokens that text is searched for before anything else. Control tokens leave no text behind."""
         kinds = list(zip(self.tokens, self.types, strict=True))
         backend.add_special_tokens(
-            [AddedToken(token, normalized=False, special=True) for token, kind in kinds if kind == _CONTROL and token]
+            [
+                AddedToken(token, normalized=False, special=True)
+                for token, kind in kinds
+                if kind in (_CONTROL, _UNKNOWN) and token
+            ]
         )
         backend.add_tokens(
             [AddedToken(token, normalized=False) for token, kind in kinds if kind == _USER_DEFINED and token]
@@ -150,10 +153,13 @@ class _Builder:
         """Put the beginning-of-text and end-of-text tokens around a text, where the model wants them."""
         bos = self._token_id("bos_token_id") if self._flag("add_bos_token", default_bos) else None
         eos = self._token_id("eos_token_id") if self._flag("add_eos_token", False) else None
-        if bos is None and eos is None:
-            return
-        backend.post_processor = frame(
-            None if bos is None else (bos, self.tokens[bos]), None if eos is None else (eos, self.tokens[eos])
+        around = {name: token_id for name, token_id in (("bos", bos), ("eos", eos)) if token_id is not None}
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*(["bos"] if "bos" in around else []), "$A", *(["eos"] if "eos" in around else [])],
+            pair="$A $B:1",
+            special_tokens=[
+                {"id": name, "ids": [token_id], "tokens": [self.tokens[token_id]]} for name, token_id in around.items()
+            ],
         )
 
     def _split(self) -> str:
@@ -202,14 +208,3 @@ class _Builder:
 
     def _refuse(self, message: str) -> NoReturn:
         raise ModelError(f"its tokenizer cannot be built: tokenizer.ggml.{message}", file=str(self._file.path))
-
-
-def frame(bos: tuple[int, str] | None, eos: tuple[int, str] | None) -> processors.TemplateProcessing:
-    """A post-processor that puts these tokens, (id, text), before and after a text."""
-    named = [(name, token) for name, token in (("bos", bos), ("eos", eos)) if token is not None]
-    single = [*(["bos:0"] if bos else []), "$A:0", *(["eos:0"] if eos else [])]
-    return processors.TemplateProcessing(
-        single=single,
-        pair=[*single, "$B:1"],
-        special_tokens=[{"id": name, "ids": [token_id], "tokens": [text]} for name, (token_id, text) in named],
-    )

@@ -18,6 +18,7 @@ from penstock.engine import gguf_vocabulary
 from penstock.engine.gguf_vocabulary import SPACE_MARK
 from penstock.errors import InvalidParameter, ModelError
 from penstock.models.gguf import GgufFile
+from penstock.models.registry import read_json
 from penstock.models.store import ModelFiles
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -315,17 +316,11 @@ def _from_folder(folder: Path) -> Tokenizer:
     except Exception as error:  # the library raises nothing narrower
         raise ModelError(f"it cannot be read as a tokenizer: {error}", file=str(file)) from error
     settings = _read_object(folder / "special_tokens_map.json") | _read_object(folder / "tokenizer_config.json")
-    bos, eos = (_special_token(backend, settings.get(name)) for name in ("bos_token", "eos_token"))
-    if "add_bos_token" in settings or "add_eos_token" in settings:
-        # Where the settings say so outright, they win over what tokenizer.json adds.
-        backend.post_processor = gguf_vocabulary.frame(
-            bos if settings.get("add_bos_token") else None, eos if settings.get("add_eos_token") else None
-        )
     return Tokenizer(
         backend,
         file=file,
-        bos_token_id=None if bos is None else bos[0],
-        eos_token_id=None if eos is None else eos[0],
+        bos_token_id=_special_id(backend, settings.get("bos_token")),
+        eos_token_id=_special_id(backend, settings.get("eos_token")),
         end_token_ids=_end_token_ids(folder),
         chat_template=_chat_template(folder, settings),
     )
@@ -348,24 +343,13 @@ def _for_benchmarks(config: Path) -> Tokenizer:
 
 def _read_object(path: Path) -> dict[str, Any]:
     """Return a JSON file's object; an empty one where there is no file."""
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"it is not valid JSON ({error})", file=str(path)) from error
-    except OSError as error:
-        raise ModelError(f"it cannot be read ({error.strerror})", file=str(path)) from error
-    if not isinstance(content, dict):
-        raise ModelError("it is not a JSON object", file=str(path))
-    return content
+    return read_json(path) if path.exists() else {}
 
 
-def _special_token(backend: tokenizers.Tokenizer, value: object) -> tuple[int, str] | None:
+def _special_id(backend: tokenizers.Tokenizer, value: object) -> int | None:
     """Settings give a token as its text or as an object with its `content`."""
     text = value.get("content") if isinstance(value, dict) else value
-    token_id = backend.token_to_id(text) if isinstance(text, str) else None
-    return None if token_id is None else (token_id, str(text))
+    return backend.token_to_id(text) if isinstance(text, str) else None
 
 
 def _end_token_ids(folder: Path) -> list[int]:

@@ -106,7 +106,7 @@ def read_gguf_decoder(
         activation=activation,
         tie_embeddings="output.weight" not in settings.shapes,
         attention_bias="blk.0.attn_q.bias" in settings.shapes,
-        dtype="float16",
+        dtype="bfloat16",  # what nearly all models were trained in; float16 can overflow
         eos_token_ids=tuple(dict.fromkeys(stop for stop in stops if stop is not None)),
         bos_token_id=settings.tokenizer.optional_integer("bos_token_id", low=0),
     )

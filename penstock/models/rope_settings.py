@@ -4,21 +4,11 @@ Two spellings exist in `config.json`: `rope_theta` with an optional `rope_scalin
 object that holds both. GGUF has its own keys and keeps per-frequency factors as small tensors. No torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from penstock.models.settings import GgufSettings, Settings
 from penstock.models.spec import RopeSpec
-
-_TYPES: Mapping[str, str] = {
-    "default": "none",
-    "none": "none",
-    "linear": "linear",
-    "dynamic": "dynamic",
-    "yarn": "yarn",
-    "llama3": "llama3",
-    "longrope": "longrope",
-    "su": "longrope",
-}
 
 
 def rope_section(settings: Settings) -> Settings | None:
@@ -41,56 +31,77 @@ def read_rope(
     rotary_dim = int(head_dim * partial)
     if not 4 <= rotary_dim <= head_dim or rotary_dim % 2:
         raise settings.refusal("partial_rotary_factor", f"it must leave an even part of the {head_dim} of a head")
-    scaling = section.choice("rope_type" if "rope_type" in section else "type", _TYPES, "default")
     # Phi-3 keeps the trained length outside the section; there it counts more than inside.
     trained = settings.integer(
         "original_max_position_embeddings", section.integer("original_max_position_embeddings", max_position)
     )
-    if scaling == "none":
-        return RopeSpec(theta, rotary_dim)
-    if scaling == "linear":
-        return RopeSpec(theta, rotary_dim, "linear", factor=section.positive("factor"))
-    if scaling == "dynamic":
-        return RopeSpec(
-            theta, rotary_dim, "dynamic", factor=section.positive("factor"), original_max_position=max_position
-        )
-    if scaling == "llama3":
-        if section.positive("high_freq_factor") <= section.positive("low_freq_factor"):
-            raise section.refusal("high_freq_factor", "it must be over low_freq_factor")
-        return RopeSpec(
-            theta,
-            rotary_dim,
-            "llama3",
-            factor=section.positive("factor"),
-            original_max_position=trained,
-            low_freq_factor=section.number("low_freq_factor"),
-            high_freq_factor=section.number("high_freq_factor"),
-        )
-    factor = section.positive("factor", max_position / trained)
-    if scaling == "yarn":
-        return RopeSpec(
-            theta,
-            rotary_dim,
-            "yarn",
-            factor=factor,
-            original_max_position=trained,
-            beta_fast=section.positive("beta_fast", 32.0),
-            beta_slow=section.positive("beta_slow", 1.0),
-            attention_factor=section.optional_number("attention_factor"),
-            mscale=section.optional_number("mscale"),
-            mscale_all_dim=section.optional_number("mscale_all_dim"),
-            truncate=section.flag("truncate", True),
-        )
-    return RopeSpec(
-        theta,
-        rotary_dim,
-        "longrope",
-        factor=factor,
+    plain = RopeSpec(theta, rotary_dim)
+    scale = section.choice("rope_type" if "rope_type" in section else "type", _SCALINGS, "default")
+    return scale(plain, section, max_position, trained)
+
+
+def _none(plain: RopeSpec, section: Settings, max_position: int, trained: int) -> RopeSpec:
+    return plain
+
+
+def _linear(plain: RopeSpec, section: Settings, max_position: int, trained: int) -> RopeSpec:
+    return replace(plain, scaling="linear", factor=section.positive("factor"))
+
+
+def _dynamic(plain: RopeSpec, section: Settings, max_position: int, trained: int) -> RopeSpec:
+    return replace(plain, scaling="dynamic", factor=section.positive("factor"), original_max_position=max_position)
+
+
+def _llama3(plain: RopeSpec, section: Settings, max_position: int, trained: int) -> RopeSpec:
+    low, high = section.positive("low_freq_factor"), section.positive("high_freq_factor")
+    if high <= low:
+        raise section.refusal("high_freq_factor", f"it must be over low_freq_factor ({low:g})")
+    return replace(
+        plain,
+        scaling="llama3",
+        factor=section.positive("factor"),
+        original_max_position=trained,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _yarn(plain: RopeSpec, section: Settings, max_position: int, trained: int) -> RopeSpec:
+    return replace(
+        plain,
+        scaling="yarn",
+        factor=section.positive("factor", max_position / trained),
+        original_max_position=trained,
+        beta_fast=section.positive("beta_fast", 32.0),
+        beta_slow=section.positive("beta_slow", 1.0),
+        attention_factor=section.optional_number("attention_factor"),
+        mscale=section.optional_number("mscale"),
+        mscale_all_dim=section.optional_number("mscale_all_dim"),
+        truncate=section.flag("truncate", True),
+    )
+
+
+def _longrope(plain: RopeSpec, section: Settings, max_position: int, trained: int) -> RopeSpec:
+    return replace(
+        plain,
+        scaling="longrope",
+        factor=section.positive("factor", max_position / trained),
         original_max_position=trained,
         attention_factor=section.optional_number("attention_factor"),
-        short_factor=_factors(section, "short_factor", rotary_dim),
-        long_factor=_factors(section, "long_factor", rotary_dim),
+        short_factor=_factors(section, "short_factor", plain.rotary_dim),
+        long_factor=_factors(section, "long_factor", plain.rotary_dim),
     )
+
+
+_SCALINGS: Mapping[str, Callable[[RopeSpec, Settings, int, int], RopeSpec]] = {
+    "default": _none,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "llama3": _llama3,
+    "longrope": _longrope,
+    "su": _longrope,
+}
 
 
 def _factors(section: Settings, key: str, rotary_dim: int) -> tuple[float, ...]:

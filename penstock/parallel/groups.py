@@ -3,6 +3,8 @@
 Knows torch.distributed and nothing of models. A group of one needs no processes and costs nothing.
 """
 
+import os
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +35,10 @@ def join(rank: int, size: int, *, rendezvous: str, device: torch.device) -> Grou
     """
     if size == 1:
         return SINGLE
+    # The ranks share one machine, so what they say to each other stays on it.
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, loopback)
     torch.distributed.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
         init_method=f"file://{rendezvous}",

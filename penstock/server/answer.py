@@ -5,7 +5,7 @@ the shape of any API.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from penstock.engine.client import TokenStream
@@ -80,7 +80,7 @@ class Answer:
         self.prompts = prompts
         self.choices = choices
 
-    async def batches(self) -> AsyncIterator[list[tuple[Choice, TextPiece]]]:
+    async def batches(self) -> AsyncGenerator[list[tuple[Choice, TextPiece]], None]:
         """Yield the pieces that are there together, until every choice has finished."""
         if len(self.choices) == 1:
             choice = self.choices[0]

@@ -15,7 +15,6 @@ from penstock.protocol.errors import reply_for
 from penstock.server.context import ServerContext
 from penstock.server.endpoint import Endpoint, GuardedHandler, check_access, record_of
 from penstock.server.front_door import FrontDoor
-from penstock.server.openapi import build_document
 from penstock.server.routes import chat, completions, document, health, home, metrics, models, tokenize
 
 ROUTES = (chat, completions, models, tokenize, health, metrics, home)
@@ -24,10 +23,10 @@ ROUTES = (chat, completions, models, tokenize, health, metrics, home)
 def create_app(context: ServerContext) -> FastAPI:
     """Return the app of one API worker. Raises if a route does not declare who may call it."""
     endpoints: list[Endpoint] = [endpoint for module in ROUTES for endpoint in module.endpoints(context)]
-    api_document = build_document(endpoints)
-    endpoints += document.endpoints(api_document)
-    app = FastAPI(title="Penstock", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
-    app.openapi_schema = api_document
+    endpoints += document.endpoints(list(endpoints))
+    app = FastAPI(
+        title="Penstock", version=__version__, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     for endpoint in endpoints:
         app.add_api_route(
             endpoint.path,

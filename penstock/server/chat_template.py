@@ -8,6 +8,7 @@ nothing of tokens.
 import asyncio
 import contextlib
 import sys
+from collections.abc import AsyncIterator
 from typing import Any
 
 from penstock.errors import TemplateFailed
@@ -43,34 +44,49 @@ class ChatTemplate:
         self._render_seconds = render_seconds
         self._turn = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
+        self._invalid: dict[str, Any] | None = None  # what the process said of a template that does not compile
+
+    async def start(self) -> None:
+        """Start the process before it is needed. Raises TemplateFailed when the template does not compile."""
+        async with self._turn, self._limits():
+            await self._started()
 
     async def render(self, messages: list[dict[str, str]]) -> str:
         """Return the prompt's text. Raises TemplateFailed, which says what the template said."""
         if not self._knows_developer:
             messages = [_as_system(message) for message in messages]
-        async with self._turn:
-            try:
-                process = await self._started()
-                async with asyncio.timeout(self._render_seconds):
-                    answer = await _exchange(process, {"messages": messages})
-            except TimeoutError:
-                await self._kill()
-                raise TemplateFailed(
-                    f"the chat template took longer than {self._render_seconds:g} s", param="messages"
-                ) from None
-            except (asyncio.IncompleteReadError, ConnectionError):
-                await self._kill()
-                raise TemplateFailed("the chat template broke its limits and was ended", param="messages") from None
-            except asyncio.CancelledError:
-                await self._kill()  # or its answer would be taken for the next one's
-                raise
-        return _text_of(answer)
+        async with self._turn, self._limits():
+            process = await self._started()
+            async with asyncio.timeout(self._render_seconds):
+                answer = await _exchange(process, {"messages": messages})
+        text = answer.get("text")
+        if not isinstance(text, str):
+            raise _failure(answer)
+        return text
+
+    @contextlib.asynccontextmanager
+    async def _limits(self) -> AsyncIterator[None]:
+        """End the process when it breaks a limit, and say which."""
+        try:
+            yield
+        except TimeoutError:
+            await self._kill()
+            seconds = f"{self._render_seconds:g} s"
+            raise TemplateFailed(f"the chat template took longer than {seconds}", param="messages") from None
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError):
+            await self._kill()
+            raise TemplateFailed("the chat template broke its limits and was ended", param="messages") from None
+        except asyncio.CancelledError:
+            await self._kill()  # or its answer would be taken for the next one's
+            raise
 
     async def close(self) -> None:
         async with self._turn:
             await self._kill()
 
     async def _started(self) -> asyncio.subprocess.Process:
+        if self._invalid is not None:
+            raise _failure(self._invalid)
         if self._process is None:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", _MODULE),
@@ -82,8 +98,9 @@ class ChatTemplate:
             async with asyncio.timeout(START_SECONDS):
                 answer = await _exchange(self._process, self._setup)
             if "error" in answer:
+                self._invalid = answer
                 await self._kill()
-            _text_of(answer)
+                raise _failure(answer)
         return self._process
 
     async def _kill(self) -> None:
@@ -113,8 +130,5 @@ async def _exchange(process: asyncio.subprocess.Process, document: dict[str, Any
     return decode_document(await process.stdout.readexactly(length))
 
 
-def _text_of(answer: dict[str, Any]) -> str:
-    text = answer.get("text")
-    if not isinstance(text, str):
-        raise TemplateFailed(f"the chat template failed: {answer.get('error', 'no reason given')}", param="messages")
-    return text
+def _failure(answer: dict[str, Any]) -> TemplateFailed:
+    return TemplateFailed(f"the chat template failed: {answer.get('error', 'no reason given')}", param="messages")

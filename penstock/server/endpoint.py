@@ -5,8 +5,9 @@ of what the routes do.
 """
 
 import enum
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -73,7 +74,7 @@ def check_access(routes: Iterable[BaseRoute]) -> None:
             )
 
 
-def attach_record(scope: dict[str, object], record: RequestRecord) -> None:
+def attach_record(scope: MutableMapping[str, Any], record: RequestRecord) -> None:
     scope[_RECORD] = record
 
 

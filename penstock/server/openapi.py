@@ -23,7 +23,7 @@ def build_document(endpoints: list[Endpoint]) -> dict[str, Any]:
         "info": {
             "title": "Penstock",
             "version": __version__,
-            "description": "An OpenAI-compatible API. Errors have the shape of `ErrorResponse`; docs/api.md lists their codes.",
+            "description": "An OpenAI-compatible API. Every error has the shape of `ErrorResponse`.",
         },
         "paths": paths,
         "components": {

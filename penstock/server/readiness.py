@@ -10,8 +10,8 @@ from penstock.engine.messages import STATS_SECONDS, EngineInfo, EngineStats
 from penstock.errors import NotReady
 from penstock.server.open_answers import OpenAnswers
 
-MAX_STATS_AGE_SECONDS = 10 * STATS_SECONDS
-# A step may be long: a large prefill on a slow CPU takes seconds. Longer than this is a hang.
+# The engine speaks between steps, and a step may be long: a large prefill on a slow CPU takes seconds.
+MAX_IDLE_SILENCE_SECONDS = 10 * STATS_SECONDS
 MAX_STEP_SECONDS = 30.0
 
 
@@ -32,8 +32,8 @@ class Readiness:
     def __init__(self, engine: EngineView, answers: OpenAnswers) -> None:
         self._engine = engine
         self._answers = answers
-        self._steps_seen: int | None = None
-        self._seen_at = 0.0  # when the count of steps was last seen to change, or the engine to be idle
+        self._busy_since: float | None = None  # when it was first seen with work at this count of steps
+        self._steps_seen = 0
 
     def check(self) -> None:
         """Raise NotReady, with the reason, unless work sent now would be done."""
@@ -43,8 +43,9 @@ class Readiness:
             raise NotReady("the engine is starting")
         if not self._engine.connected:
             raise NotReady("the engine is restarting")
-        age = self._engine.stats_age_seconds
-        if age > MAX_STATS_AGE_SECONDS:
+        stats, age = self._engine.stats, self._engine.stats_age_seconds
+        busy = bool(stats.num_running or stats.num_waiting or len(self._answers))
+        if age > (MAX_STEP_SECONDS if busy else MAX_IDLE_SILENCE_SECONDS):
             raise NotReady(f"the engine has not been heard from for {age:.1f} s")
         idle = self._seconds_without_step()
         if idle > MAX_STEP_SECONDS:
@@ -53,7 +54,9 @@ class Readiness:
     def _seconds_without_step(self) -> float:
         """Return how long the engine has been seen with work and without a finished step; 0 when it has none."""
         stats, now = self._engine.stats, time.monotonic()
-        if not stats.num_running or stats.num_steps != self._steps_seen:
-            self._steps_seen = stats.num_steps
-            self._seen_at = now
-        return now - self._seen_at
+        if not stats.num_running:
+            self._busy_since = None
+            return 0.0
+        if self._busy_since is None or stats.num_steps != self._steps_seen:
+            self._busy_since, self._steps_seen = now, stats.num_steps
+        return now - self._busy_since

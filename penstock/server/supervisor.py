@@ -187,8 +187,7 @@ class Supervisor:
 
     async def _spawn_worker(self, identity: bytes) -> asyncio.subprocess.Process:
         setup = WorkerSetup(
-            options=self._sourced.options,
-            sources=dict(self._sourced.sources),
+            config=self.config,
             files=self._files,
             engine_socket=self._socket_path,
             identity=identity.decode(),

@@ -8,11 +8,13 @@ Answers each frame on its standard input with one on its standard output; the fi
 nothing of the server; imports little, to start fast.
 """
 
+import contextlib
 import datetime
 import json
 import resource
 import signal
 import sys
+from collections.abc import Iterator
 from typing import Any, BinaryIO, NoReturn
 
 import jinja2
@@ -27,7 +29,7 @@ MAX_MEMORY_BYTES = 1024**3
 
 
 class GenerationBlocks(jinja2.ext.Extension):
-    """Accepts {% generation %} … {% endgeneration %}, which mark the assistant's words for training, and renders within."""
+    """Renders what is within {% generation %} and {% endgeneration %}: marks for training, of no meaning here."""
 
     tags = {"generation"}
 
@@ -105,6 +107,16 @@ def _limit_resources() -> None:
         resource.setrlimit(kind, (value, value))
 
 
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Have the kernel end this process if the block takes longer, even within one call and without a parent."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 def _answer(renderer: TemplateRenderer, request: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"text": renderer.render(request["messages"])}
@@ -124,17 +136,17 @@ def main() -> None:
     setup = _read_frame(requests)
     if setup is None:
         return
+    seconds: float = setup["seconds"]
     try:
-        renderer = TemplateRenderer(setup["template"], setup["variables"], setup["max_characters"])
+        with _time_limit(seconds):  # constants are computed when a template is compiled
+            renderer = TemplateRenderer(setup["template"], setup["variables"], setup["max_characters"])
     except (jinja2.TemplateError, RecursionError, MemoryError) as error:
         _write_frame(answers, {"error": f"it is not valid: {error}"[:500]})
         return
     _write_frame(answers, {"text": ""})
     while (request := _read_frame(requests)) is not None:
-        # Should the parent be gone, the kernel ends this process, even within one long call.
-        signal.setitimer(signal.ITIMER_REAL, setup["seconds"])
-        answer = _answer(renderer, request)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        with _time_limit(seconds):
+            answer = _answer(renderer, request)
         _write_frame(answers, answer)
 
 

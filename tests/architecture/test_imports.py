@@ -12,7 +12,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("commands",),
     ("deploy", "tools"),
-    ("server", "fleet", "dashboard", "llm"),
+    ("llm",),
+    ("server", "fleet", "dashboard"),
     ("engine",),
     ("models",),
     ("parallel", "kernels"),
@@ -23,6 +24,8 @@ ROOT_MODULES = ("block_hash", "config", "errors", "machine", "registry", "reques
 
 # Where a unit sees less of another than the layers allow: only these of its modules.
 NARROW: dict[tuple[str, str], tuple[str, ...]] = {
+    # In one's own process text is made as the server makes it, without the server.
+    ("llm", "server"): ("server.chat_template", "server.text_assembly"),
     ("server", "engine"): (
         "engine.client",
         "engine.config",

@@ -60,7 +60,7 @@ def default_server() -> Iterator[str]:
     try:
         assert server.stdout is not None
         for line in server.stdout:
-            found = re.search(r"curl (http://[\d.:]+)/", line)
+            found = re.search(r"curl -s (http://[\d.:]+)/", line)
             if found:
                 yield found[1]
                 break
@@ -124,15 +124,11 @@ def test_the_tree_names_what_exists() -> None:
     (tree,) = (block.text for block in blocks(README) if not block.language)
     folder = REPOSITORY
     for line in tree.splitlines():
-        names = re.findall(r"[\w./]+", line.split("  " if not line.startswith("  ") else None, 1)[0])
-        if line.startswith("  "):
-            names = re.match(r"\s+((?:[\w./]+(?:, )?)+)", line)[1].split(", ")  # type: ignore[index]
-        else:
-            folder = REPOSITORY
-        for name in names:
-            assert (folder / name).exists(), name
-        if not line.startswith("  "):
-            folder = REPOSITORY / names[0]
+        indent, names = re.match(r"( *)([\w./]+(?:, [\w./]+)*)", line).groups()  # type: ignore[union-attr]
+        if not indent:
+            folder = REPOSITORY / names
+        for name in names.split(", "):
+            assert ((folder if indent else REPOSITORY) / name).exists(), name
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ import sys
 from tests.architecture.source_tree import imports, modules
 
 TORCH = (
+    "commands.explain",
+    "commands.generate",
     "kernels",
     "parallel",
     "models",

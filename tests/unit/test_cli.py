@@ -10,11 +10,10 @@ import pytest
 
 import penstock
 from penstock.cli import main
-from penstock.commands import models
+from penstock.commands import serve
 from penstock.config import Options, Sourced, flag
 from penstock.errors import ModelNotFound
 from penstock.request import SamplingParams
-from penstock.server import supervisor
 
 
 class Served:
@@ -40,13 +39,12 @@ class Served:
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for item in dataclasses.fields(Options):
         monkeypatch.delenv(f"PENSTOCK_{item.name.upper()}", raising=False)
-    monkeypatch.setattr(models, "fetch", lambda options: None)
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     served = Served()
-    monkeypatch.setattr(supervisor, "run", served)
+    monkeypatch.setattr(serve, "run", served)
     return served
 
 
@@ -114,7 +112,7 @@ def test_a_file_and_the_environment_are_read(served: Served, tmp_path: Path, mon
 
 
 def test_the_servers_exit_status_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "run", Served(7))
+    monkeypatch.setattr(serve, "run", Served(7))
     assert run("serve") == 7
 
 
@@ -129,13 +127,13 @@ def test_a_bad_value_ends_in_one_sentence_and_status_2(served: Served, capsys: p
 def test_an_error_of_a_command_ends_in_its_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(supervisor, "run", Served(ModelNotFound("there is no model 'x': " + "y " * 100)))
+    monkeypatch.setattr(serve, "run", Served(ModelNotFound("there is no model 'x': " + "y " * 100)))
     assert run("serve") == 2
     assert capsys.readouterr().err == "there is no model 'x': " + "y " * 100 + "\n"
 
 
 def test_ctrl_c_ends_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(supervisor, "run", Served(KeyboardInterrupt()))
+    monkeypatch.setattr(serve, "run", Served(KeyboardInterrupt()))
     assert run("serve") == 130
     assert capsys.readouterr().err == ""
 

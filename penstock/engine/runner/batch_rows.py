@@ -10,11 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.runner.transfer import to_device
 from penstock.engine.scheduler.step_plan import BlockAssignment, RowSlice, RowStart
 
 
 class BatchRows:
-    """Persistent row state. `tables_host` mirrors `tables`; on a CPU they are the same memory."""
+    """Persistent row state. `tables_host` mirrors `tables`; on a CPU they are the same memory.
+
+    One row more than asked for belongs to nobody: a captured graph pads its batch with it.
+    """
 
     def __init__(self, num_rows: int, max_context_tokens: int, block_tokens: int, device: torch.device) -> None:
         self.block_tokens = block_tokens
@@ -22,14 +26,15 @@ class BatchRows:
         # One more than the context: the last sampled token is written though it never runs.
         self.width = max_context_tokens + 1
         self.max_blocks = -(-self.width // block_tokens)
-        self.tokens = torch.zeros(num_rows, self.width, dtype=torch.int32, device=device)
-        self.tables_host = np.zeros((num_rows, self.max_blocks), np.int32)
+        self.scratch_row = num_rows
+        self.tokens = torch.zeros(num_rows + 1, self.width, dtype=torch.int32, device=device)
+        self.tables_host = np.zeros((num_rows + 1, self.max_blocks), np.int32)
         self.tables = torch.from_numpy(self.tables_host).to(device)
 
     def start(self, start: RowStart) -> None:
         """Ship a new owner's tokens."""
-        tokens = torch.tensor(start.token_ids, dtype=torch.int32)
-        self.tokens[start.row, : len(tokens)] = tokens.to(self.device, non_blocking=True)
+        tokens = to_device(np.array(start.token_ids, np.int32), self.device)
+        self.tokens[start.row, : len(tokens)] = tokens
 
     def assign(self, changes: Sequence[BlockAssignment]) -> None:
         """Set entries of block tables."""
@@ -40,16 +45,16 @@ class BatchRows:
         blocks = np.fromiter((change.block for change in changes), np.int32, len(changes))
         self.tables_host[rows, indices] = blocks
         if self.device.type != "cpu":
-            places = torch.from_numpy(rows * self.max_blocks + indices).to(self.device, non_blocking=True)
-            self.tables.view(-1)[places] = torch.from_numpy(blocks).to(self.device, non_blocking=True)
+            places = to_device(rows * self.max_blocks + indices, self.device)
+            self.tables.view(-1).index_copy_(0, places, to_device(blocks, self.device))
 
     def write_drafts(self, slices: Sequence[RowSlice]) -> None:
         """Put guesses where the step will read them."""
         for piece in slices:
             if piece.drafts:
                 end = piece.start + piece.num_tokens
-                drafts = torch.tensor(piece.drafts, dtype=torch.int32)
-                self.tokens[piece.row, end - len(piece.drafts) : end] = drafts.to(self.device)
+                drafts = to_device(np.array(piece.drafts, np.int32), self.device)
+                self.tokens[piece.row, end - len(piece.drafts) : end] = drafts
 
     def read(self, rows: np.ndarray, positions: np.ndarray) -> Tensor:
         """Return the tokens at (row, position) pairs. [n] int32."""
@@ -62,16 +67,13 @@ class BatchRows:
     def slots(self, rows: np.ndarray, positions: np.ndarray) -> Tensor:
         """Return where each token's KV goes: block x block_tokens + offset. [n] int64."""
         blocks = self.tables_host[rows, positions // self.block_tokens].astype(np.int64)
-        return self._to_device(blocks * self.block_tokens + positions % self.block_tokens)
+        return to_device(blocks * self.block_tokens + positions % self.block_tokens, self.device)
 
     def tables_of(self, rows: np.ndarray, num_blocks: int) -> Tensor:
         """Return the leading columns of these rows' block tables. [n, num_blocks] int32."""
         if self.device.type == "cpu":
             return torch.from_numpy(self.tables_host[rows, :num_blocks])
-        return self.tables[self._to_device(rows), :num_blocks]
+        return self.tables[:, :num_blocks].index_select(0, to_device(rows, self.device))
 
     def _places(self, rows: np.ndarray, positions: np.ndarray) -> Tensor:
-        return self._to_device(rows * self.width + positions)
-
-    def _to_device(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self.device, non_blocking=True)
+        return to_device(rows * self.width + positions, self.device)

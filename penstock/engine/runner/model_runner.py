@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from penstock.engine.runner.batch_rows import BatchRows
+from penstock.engine.runner.cuda_graphs import DecodeGraphs
 from penstock.engine.runner.interface import LaunchedStep, Runner, StepFailed
 from penstock.engine.runner.kv_pool import KvPool
+from penstock.engine.runner.layout import Layout
+from penstock.engine.runner.transfer import to_device, to_host
 from penstock.engine.sampling.row_parameters import RowParameters
 from penstock.engine.sampling.sampler import Sampled, Sampler
-from penstock.engine.scheduler.step_plan import RowSlice, SliceResult, StepPlan, StepResult
+from penstock.engine.scheduler.step_plan import SliceResult, StepPlan, StepResult
 from penstock.kernels.attention.interface import AttentionBackend, AttentionStep
 from penstock.models.decoder import Decoder
 
@@ -25,44 +28,8 @@ _LOGIT_ROWS = 128
 
 
 @dataclass(slots=True)
-class Layout:
-    """Where a step's tokens are. All arrays are on the host."""
-
-    rows: np.ndarray  # [tokens] int64
-    positions: np.ndarray  # [tokens] int64
-    slice_rows: np.ndarray  # [slices] int64
-    query_starts: list[int]  # [slices + 1]
-    context_lens: list[int]  # [slices]
-    num_decodes: int
-    sampled: np.ndarray  # [draws] int64: which tokens of the batch are followed by a draw
-
-    @classmethod
-    def of(cls, slices: list[RowSlice]) -> "Layout":
-        count = len(slices)
-        slice_rows = np.fromiter((piece.row for piece in slices), np.int64, count)
-        starts = np.fromiter((piece.start for piece in slices), np.int64, count)
-        sizes = np.fromiter((piece.num_tokens for piece in slices), np.int64, count)
-        draws = np.fromiter((piece.num_samples for piece in slices), np.int64, count)
-        ends = np.cumsum(sizes)
-        offsets = ends - sizes
-        total = int(ends[-1])
-        positions = np.arange(total) - np.repeat(offsets - starts, sizes)
-        draw_ends = np.cumsum(draws)
-        sampled = np.arange(int(draw_ends[-1])) + np.repeat(ends - draw_ends, draws)
-        return cls(
-            rows=np.repeat(slice_rows, sizes),
-            positions=positions,
-            slice_rows=slice_rows,
-            query_starts=[0, *ends.tolist()],
-            context_lens=(starts + sizes).tolist(),
-            num_decodes=int(np.count_nonzero(sizes == 1)),
-            sampled=sampled,
-        )
-
-
-@dataclass(slots=True)
 class Pending:
-    """A step's outcome, still on the device."""
+    """A step's outcome on its way to the host."""
 
     plan: StepPlan
     sampled: Sampled | None
@@ -70,12 +37,11 @@ class Pending:
     started: float
 
     def read(self) -> StepResult:
-        """Bring the outcome to the host. Blocks until the device is done."""
-        if self.sampled is None:
-            tokens: list[int] = []
-            broken: list[bool] = []
-            logprobs = {}
-        else:
+        """Turn the outcome into plain Python. The host tensors must have arrived."""
+        tokens: list[int] = []
+        broken: list[bool] = []
+        logprobs = {}
+        if self.sampled is not None:
             tokens = self.sampled.tokens.tolist()
             broken = (~torch.isfinite(self.sampled.best_logits)).tolist()
             logprobs = self.sampled.read_logprobs(tokens)
@@ -106,7 +72,7 @@ def _accepted(drawn: list[int], drafts: tuple[int, ...]) -> list[int]:
 
 
 class ModelRunner(Runner):
-    """One model on one device. On a CPU the forward pass runs in a thread of its own, so that `launch` returns."""
+    """One model on one device. `launch` returns while the step runs: in a thread on a CPU, in a stream on a GPU."""
 
     def __init__(
         self,
@@ -116,6 +82,7 @@ class ModelRunner(Runner):
         rows: BatchRows,
         parameters: RowParameters,
         eos_token_ids: tuple[int, ...],
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -123,31 +90,43 @@ class ModelRunner(Runner):
         self._rows = rows
         self._parameters = parameters
         self._sampler = Sampler(parameters, eos_token_ids)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-step")
+        self._graphs = graphs
+        self._thread = ThreadPoolExecutor(1, "penstock-step") if rows.device.type == "cpu" else None
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        return _ThreadStep(self._thread.submit(self._run, plan))
+        if self._thread is not None:
+            return _ThreadStep(self._thread.submit(self._run, plan))
+        return _StreamStep(self, plan)
 
     def close(self) -> None:
-        self._thread.shutdown()
+        if self._thread is not None:
+            self._thread.shutdown()
 
     def _run(self, plan: StepPlan) -> StepResult:
-        return self._execute(plan).read()
+        return self.execute(plan).read()
 
     @torch.inference_mode()
-    def _execute(self, plan: StepPlan) -> Pending:
+    def execute(self, plan: StepPlan) -> Pending:
+        """Do a step's work, or queue it on the stream."""
         started = time.monotonic()
         self._update_rows(plan)
         layout = Layout.of(plan.slices)
-        hidden = self._forward(layout)
-        sampled = None
-        if len(layout.sampled):
-            chosen = hidden if len(layout.sampled) == len(hidden) else hidden[torch.from_numpy(layout.sampled)]
-            rows = layout.rows[layout.sampled]
-            drawn_at = layout.positions[layout.sampled] + 1
-            sampled = self._sampler.sample(self._model.logits(chosen), rows, drawn_at)
-            self._rows.write(rows, drawn_at, sampled.tokens)
-        return Pending(plan, sampled, self._prompt_logprobs(plan, layout, hidden), started)
+        drawn_rows = layout.rows[layout.sampled]
+        drawn_at = layout.positions[layout.sampled] + 1
+        prompt_logprobs: dict[int, Tensor] = {}
+        if self._graphs is not None and layout.is_plain_decode:
+            logits = self._graphs.run(layout.rows, layout.positions)
+        else:
+            hidden = self._forward(layout)
+            prompt_logprobs = self._prompt_logprobs(plan, layout, hidden)
+            if len(layout.sampled) < len(hidden):
+                hidden = hidden.index_select(0, to_device(layout.sampled, hidden.device))
+            if len(hidden) == 0:
+                return Pending(plan, None, prompt_logprobs, started)
+            logits = self._model.logits(hidden)
+        sampled = self._sampler.sample(logits, drawn_rows, drawn_at)
+        self._rows.write(drawn_rows, drawn_at, sampled.tokens)
+        return Pending(plan, sampled.to_host(), prompt_logprobs, started)
 
     def _update_rows(self, plan: StepPlan) -> None:
         self._kv_pool.copy(plan.tier_copies)
@@ -159,19 +138,22 @@ class ModelRunner(Runner):
 
     def _forward(self, layout: Layout) -> Tensor:
         rows = self._rows
-        num_blocks = -(-max(layout.context_lens) // rows.block_tokens)
+        device = rows.device
+        on_device = device.type != "cpu"
+        num_blocks = -(-int(layout.context_lens.max()) // rows.block_tokens)
         self._attention.prepare(
             AttentionStep(
                 num_decodes=layout.num_decodes,
-                query_starts=layout.query_starts,
-                context_lens=layout.context_lens,
+                query_starts=layout.query_starts.tolist(),
+                context_lens=layout.context_lens.tolist(),
                 slots=rows.slots(layout.rows, layout.positions),
                 block_tables=rows.tables_of(layout.slice_rows, num_blocks),
+                lens=to_device(layout.context_lens.astype(np.int32), device) if on_device else None,
+                starts=to_device(layout.query_starts.astype(np.int32), device) if on_device else None,
             )
         )
         token_ids = rows.read(layout.rows, layout.positions)
-        positions = torch.from_numpy(layout.positions).to(rows.device, non_blocking=True)
-        return self._model.forward(token_ids, positions, self._attention)
+        return self._model.forward(token_ids, to_device(layout.positions, device), self._attention)
 
     def _prompt_logprobs(self, plan: StepPlan, layout: Layout, hidden: Tensor) -> dict[int, Tensor]:
         """Score the prompt tokens that follow each position of the slices that asked for it."""
@@ -183,8 +165,8 @@ class ModelRunner(Runner):
                 continue
             positions = np.arange(piece.start + 1, last + 1)
             targets = self._rows.read(np.full_like(positions, piece.row), positions).long()
-            begin = layout.query_starts[index]
-            found[index] = self._score(hidden[begin : begin + len(positions)], targets)
+            begin = int(layout.query_starts[index])
+            found[index] = to_host(self._score(hidden[begin : begin + len(positions)], targets))
         return found
 
     def _score(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -197,6 +179,8 @@ class ModelRunner(Runner):
 
 
 class _ThreadStep(LaunchedStep):
+    """A step that runs in the runner's thread."""
+
     def __init__(self, future: "Future[StepResult]") -> None:
         self._future = future
 
@@ -205,3 +189,22 @@ class _ThreadStep(LaunchedStep):
             return self._future.result()
         except Exception as error:  # noqa: BLE001: whatever a step raises, only its own requests end
             raise StepFailed("the step raised") from error
+
+
+class _StreamStep(LaunchedStep):
+    """A step whose kernels are queued on the device; an error in queueing is told at `wait`, as in a thread."""
+
+    def __init__(self, runner: ModelRunner, plan: StepPlan) -> None:
+        self._failure: Exception | None = None
+        try:
+            self._pending = runner.execute(plan)
+        except Exception as error:  # noqa: BLE001: whatever a step raises, only its own requests end
+            self._failure = error
+        self._done = torch.cuda.Event()
+        self._done.record()
+
+    def wait(self) -> StepResult:
+        if self._failure is not None:
+            raise StepFailed("the step raised") from self._failure
+        self._done.synchronize()
+        return self._pending.read()

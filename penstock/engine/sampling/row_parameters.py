@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.runner.transfer import to_device
 from penstock.engine.scheduler.step_plan import RowStart
 from penstock.request import SamplingParams
 
@@ -68,7 +69,7 @@ class RowParameters:
 
     def to_device(self, values: np.ndarray, rows: np.ndarray) -> Tensor:
         """Gather a host array's entries of these rows onto the device."""
-        return torch.from_numpy(values[rows]).to(self._device, non_blocking=True)
+        return to_device(values[rows], self._device)
 
     def _count(self, start: RowStart) -> None:
         if self.counts is None:

@@ -4,7 +4,7 @@ Rows are grouped by what they need, so that a plain greedy batch costs one reduc
 of requests or blocks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.engine.messages import TokenLogprob
 from penstock.engine.sampling.row_parameters import RowParameters
+from penstock.engine.runner.transfer import to_device, to_host
 from penstock.kernels import sampling
 
 
@@ -28,14 +29,26 @@ class Logprobs:
 
 @dataclass(slots=True)
 class Sampled:
-    """A step's draws, still on the device."""
+    """A step's draws, on the device; `to_host` sends them home."""
 
     tokens: Tensor  # [draws] int64
     best_logits: Tensor  # [draws]; not finite where the logits were broken
     logprobs: Logprobs | None
 
+    def to_host(self) -> "Sampled":
+        """Start copying to the host, in stream order."""
+        logprobs = self.logprobs
+        if logprobs is not None:
+            logprobs = replace(
+                logprobs,
+                chosen=to_host(logprobs.chosen),
+                top_values=to_host(logprobs.top_values),
+                top_ids=to_host(logprobs.top_ids),
+            )
+        return Sampled(to_host(self.tokens), to_host(self.best_logits), logprobs)
+
     def read_logprobs(self, tokens: list[int]) -> dict[int, TokenLogprob]:
-        """Bring log-probabilities to the host, by draw."""
+        """Return log-probabilities by draw, once they are on the host."""
         if self.logprobs is None:
             return {}
         found = self.logprobs
@@ -82,11 +95,11 @@ class Sampler:
         for group, with_filters in ((draws[~filtered], False), (draws[filtered], True)):
             if len(group) == 0:
                 continue
-            index = torch.from_numpy(group).to(logits.device)
+            index = to_device(group, logits.device)
             owners = rows[group]
             gather = parameters.to_device
             numbers = sampling.uniform(
-                gather(parameters.seed, owners), torch.from_numpy(positions[group]).to(logits.device)
+                gather(parameters.seed, owners), to_device(positions[group], logits.device)
             )
             picked = logits if len(group) == len(rows) else logits[index]
             temperatures = gather(parameters.temperature, owners)
@@ -135,6 +148,6 @@ class Sampler:
     def _logprobs(self, logits: Tensor, tokens: Tensor, rows: np.ndarray) -> Logprobs:
         draws = np.flatnonzero(self._parameters.wants_logprobs[rows])
         num_top = [self._parameters.params[row].logprobs or 0 for row in rows[draws].tolist()]
-        index = torch.from_numpy(draws).to(logits.device)
+        index = to_device(draws, logits.device)
         chosen, values, ids = sampling.log_probabilities(logits[index], tokens[index], max(num_top))
         return Logprobs(draws.tolist(), num_top, chosen, values, ids)

@@ -34,7 +34,10 @@ class AttentionStep:
     query_starts: list[int]  # [slices + 1] where each slice's tokens begin in the packed batch
     context_lens: list[int]  # [slices] tokens visible to the slice's last token, itself included
     slots: Tensor  # [tokens] int64: block * block_tokens + offset, where each token's key and value go
-    block_tables: Tensor  # [slices, max_blocks_in_step] int32, on the device; entries past a slice's end are 0
+    block_tables: Tensor  # [slices, blocks] int32, on the device; entries past a slice's end are any valid block
+    # On CUDA the lengths are on the device as well, so that a captured graph reads the current ones.
+    lens: Tensor | None = None  # [slices] int32: context_lens
+    starts: Tensor | None = None  # [slices + 1] int32: query_starts
 
 
 @dataclass(frozen=True, slots=True)

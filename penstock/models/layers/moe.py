@@ -27,10 +27,10 @@ class Moe:
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
         weights, picks = route(self.router.apply(x), self.spec)
-        run = self._run_picked if x.device.type == "cpu" else self._run_all
+        run = self.run_picked if x.device.type == "cpu" else self.run_all
         return all_reduce(run(x, weights, picks), self.group)
 
-    def _run_picked(self, x: Tensor, weights: Tensor, picks: Tensor) -> Tensor:
+    def run_picked(self, x: Tensor, weights: Tensor, picks: Tensor) -> Tensor:
         total = torch.zeros_like(x)
         for expert in torch.unique(picks).tolist():
             tokens, ranks = (picks == expert).nonzero(as_tuple=True)
@@ -38,7 +38,7 @@ class Moe:
             total.index_add_(0, tokens, part.mul_(weights[tokens, ranks, None]))
         return total
 
-    def _run_all(self, x: Tensor, weights: Tensor, picks: Tensor) -> Tensor:
+    def run_all(self, x: Tensor, weights: Tensor, picks: Tensor) -> Tensor:
         shares = x.new_zeros(len(x), len(self.experts)).scatter_(1, picks, weights)  # [tokens, experts]
         total = torch.zeros_like(x)
         for expert, feed_forward in enumerate(self.experts):

@@ -28,9 +28,7 @@ def rope(rope_type: str, **parameters: object) -> dict[str, object]:
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10_000.0, **parameters}}
 
 
-LLAMA3 = rope(
-    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
-)
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16)
 LONGROPE = rope(
     "longrope",
@@ -170,7 +168,7 @@ def test_a_prompt_in_chunks_gives_the_logits_of_the_reference(name: str, chunk: 
 @pytest.mark.parametrize("name", CASES)
 def test_requests_packed_in_one_step_do_not_see_each_other(name: str, pairs: Pairs) -> None:
     pair = pairs(name)
-    # Dynamic and long ropes of the reference depend on the length; ours on the context, so the lengths are alike.
+    # All longer than the trained length of the cases with a length-dependent rope, where the reference follows it.
     prompts = {"a": random_tokens(PROMPT_TOKENS, 2), "b": random_tokens(PROMPT_TOKENS, 3), "c": random_tokens(22, 4)}
     paged = PagedDecoder(pair.decoder)
     found: dict[str, list[Tensor]] = {request: [] for request in prompts}

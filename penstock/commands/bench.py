@@ -1,0 +1,223 @@
+"""`penstock bench`: what a server or an engine does under load, as tables, JSON and one HTML page.
+
+The flags are here; measuring is `penstock.tools.bench`, imported when a command runs.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from penstock.commands.flags import options_of, takes_options
+from penstock.config import Sourced
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.tools.bench.document import Report
+
+app = typer.Typer(help="Measure a server or an engine under load.", no_args_is_help=True)
+
+LOAD, ASKING, RESULT = "Load", "How to ask", "Result"
+
+WorkloadNames = Annotated[
+    str | None,
+    typer.Option(metavar="NAME,…", help="Named workloads, such as rate10 or cpu8", rich_help_panel=LOAD),
+]
+ShapeText = Annotated[
+    str | None,
+    typer.Option(
+        "--shape",
+        metavar="COUNTxINPUT+OUTPUT",
+        help="Random prompts of a size in tokens: 100x1024+128, or ranges: 100x100-1024+64-128",
+        rich_help_panel=LOAD,
+    ),
+]
+SharedTokens = Annotated[
+    int, typer.Option(min=0, help="Tokens that begin every prompt of --shape", rich_help_panel=LOAD)
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="Only the first N requests", metavar="N", rich_help_panel=LOAD)]
+Seed = Annotated[int, typer.Option(min=0, help="Another seed gives other tokens and arrivals", rich_help_panel=LOAD)]
+Warmup = Annotated[
+    int, typer.Option(min=0, metavar="N", help="Requests before each run that are not measured", rich_help_panel=LOAD)
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(min=0.0, max=2.0, help="0 is greedy (default: the workload's)", rich_help_panel=ASKING),
+]
+IgnoreEos = Annotated[bool, typer.Option(help="Answers as long as asked for, past end-of-text", rich_help_panel=ASKING)]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write every figure", rich_help_panel=RESULT)
+]
+
+
+@app.command()
+def serve(
+    *,
+    url: Annotated[str, typer.Option(help="The server: Penstock or any with OpenAI's API")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key that the server wants", show_default=False)
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model to ask (default: the first served)")] = None,
+    workload: WorkloadNames = None,
+    shape: ShapeText = None,
+    shared_tokens: SharedTokens = 0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Recorded arrivals: Azure CSV or Mooncake JSON lines", rich_help_panel=LOAD),
+    ] = None,
+    speed: Annotated[float, typer.Option(help="Compress a trace's time by this factor", rich_help_panel=LOAD)] = 1.0,
+    limit: Limit = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Poisson arrivals, requests per second", rich_help_panel=LOAD)
+    ] = None,
+    rates: Annotated[
+        str | None, typer.Option(metavar="R,R,…", help="The workload once at each rate", rich_help_panel=LOAD)
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="So many requests open at any time", rich_help_panel=LOAD)
+    ] = None,
+    seed: Seed = 0,
+    warmup: Warmup = 1,
+    text: Annotated[
+        bool, typer.Option("--text", help="Send prompts as text instead of token ids", rich_help_panel=ASKING)
+    ] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Use the chat API", rich_help_panel=ASKING)] = False,
+    temperature: Temperature = None,
+    ignore_eos: IgnoreEos = True,
+    slo_ttft: Annotated[
+        float | None, typer.Option(metavar="MS", help="Goodput: most time to first token", rich_help_panel=RESULT)
+    ] = None,
+    slo_tpot: Annotated[
+        float | None, typer.Option(metavar="MS", help="Goodput: most time per output token", rich_help_panel=RESULT)
+    ] = None,
+    json: JsonFile = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one page with plots", rich_help_panel=RESULT)
+    ] = None,
+) -> None:
+    """Load a server and report latency, throughput and goodput."""
+    from penstock.tools.bench import html_report, serve_bench
+    from penstock.tools.bench.request_body import Dialect
+    from penstock.tools.bench.selection import Arrivals, Work
+    from penstock.tools.bench.summary import ServiceLevel
+    from penstock.tools.bench.watcher import ProgressBar
+
+    if html is not None:
+        html_report.check_html_possible()
+    work = Work(
+        names=workload,
+        shape=shape,
+        shared_tokens=shared_tokens,
+        trace=trace,
+        speed=speed,
+        limit=limit,
+        seed=seed,
+        temperature=temperature,
+    )
+    arrivals = Arrivals(rate=rate, rates=rates, concurrency=concurrency, seed=seed)
+    target = serve_bench.ServeTarget(
+        url=url,
+        api_key=api_key,
+        model=model,
+        dialect=Dialect(chat=chat, text=text, ignore_eos=ignore_eos),
+        warm_up_requests=warmup,
+    )
+    workloads = arrivals.apply(work.workloads())
+    with ProgressBar(Console(stderr=True)) as bar:
+        report = _run(serve_bench.bench_serve(target, workloads, ServiceLevel(slo_ttft, slo_tpot), watcher=bar))
+    _publish(report, json)
+    if html is not None:
+        html_report.write_html(report, html)
+    if not any(run.num_completed for run in report.runs):
+        raise typer.Exit(1)
+
+
+@app.command()
+@takes_options(*options_of("model", "device", "memory", "scheduler"))
+def offline(
+    sourced: Sourced,
+    *,
+    workload: WorkloadNames = None,
+    shape: ShapeText = None,
+    shared_tokens: SharedTokens = 0,
+    limit: Limit = None,
+    seed: Seed = 0,
+    warmup: Warmup = 1,
+    temperature: Temperature = None,
+    ignore_eos: IgnoreEos = True,
+    json: JsonFile = None,
+) -> int:
+    """Run an engine in this process, all requests at once, without a server."""
+    from penstock.tools.bench.document import new_report
+    from penstock.tools.bench.offline_bench import OfflineBench
+    from penstock.tools.bench.selection import Work
+    from penstock.tools.bench.watcher import ProgressBar
+
+    work = Work(
+        names=workload,
+        shape=shape,
+        shared_tokens=shared_tokens,
+        limit=limit,
+        seed=seed,
+        temperature=temperature,
+    )
+    workloads = work.offline_workloads()
+
+    from penstock.commands.models import fetch
+    from penstock.llm import LLM
+
+    fetch(sourced.options)
+    model = sourced.options.model
+    given = {name: getattr(sourced.options, name) for name in sourced.sources if name != "model"}
+    with LLM(model, **given) as llm, ProgressBar(Console(stderr=True)) as bar:
+        bench = OfflineBench(
+            completer=llm, vocab_size=llm.spec.vocab_size, ignore_eos=ignore_eos, warm_up_requests=warmup
+        )
+        runs = bench.run(workloads, bar)
+    report = new_report(runs, target="this process", model=model, prompts="token ids", ignored_end_of_text=ignore_eos)
+    _publish(report, json)
+    return 0
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A.json", help="A report of `penstock bench --json`")],
+    second: Annotated[Path, typer.Argument(metavar="B.json", help="Another, of the same workloads")],
+) -> None:
+    """Show the ratios of two reports."""
+    from penstock.tools.bench import comparison, document, tables
+
+    before, after = document.read_report(first), document.read_report(second)
+    compared = comparison.compare(before, after)
+    if not compared:
+        labels = ", ".join(run.label for run in before.runs)
+        raise ConfigError("B.json", str(second), f"it has no run that the first has too; those are: {labels}")
+    Console().print(tables.comparison_table(compared))
+
+
+def _publish(report: "Report", file: Path | None) -> None:
+    """Print every run, and where there are several, all on one page."""
+    from penstock.tools.bench import document, tables
+
+    if file is not None:
+        document.write_report(report, file)
+    console = Console()
+    console.print(Text(f"{report.model} at {report.target}, prompts as {report.prompts}", style="dim"), soft_wrap=True)
+    for run in report.runs:
+        console.print(tables.run_table(run))
+    if len(report.runs) > 1:
+        console.print(tables.overview_table(report))
+
+
+def _run(measuring: "Coroutine[Any, Any, Report]") -> "Report":
+    """Run on the fastest event loop there is: a generator's own time is in every latency it measures."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(measuring)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(measuring)

@@ -1,0 +1,53 @@
+"""Gated activations on CUDA: one pass over gates and ups.
+
+Behind the functions of `kernels.activation`, which say what is computed. Knows tensors only.
+"""
+# mypy: allow-untyped-defs, allow-untyped-decorators
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Eight 2-byte numbers, so 16 bytes, a thread and load; one token of a small model still makes a dozen programs.
+_BLOCK = 1024
+_NUM_WARPS = 4
+
+
+@triton.jit
+def _gate_kernel(gate_up_ptr, out_ptr, token_stride, SIZE: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    gates_ptr = gate_up_ptr + token * token_stride
+    gate = tl.load(gates_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gates_ptr + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    if GELU:
+        # gelu's tanh form, x (1 + tanh z) / 2, is x sigmoid(2 z).
+        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    else:
+        exponent = gate
+    # Where exp overflows, the quotient is zero, as it should be; nothing here can make a NaN of a finite gate.
+    active = gate / (1.0 + tl.exp(-exponent))
+    tl.store(out_ptr + token * SIZE + columns, (active * up).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def silu_gate(gate_up: Tensor) -> Tensor:
+    """gate_up: [tokens, 2 * n], gates first -> [tokens, n]."""
+    return _launch(gate_up, gelu=False)
+
+
+def gelu_tanh_gate(gate_up: Tensor) -> Tensor:
+    """gate_up: [tokens, 2 * n], gates first -> [tokens, n]."""
+    return _launch(gate_up, gelu=True)
+
+
+def _launch(gate_up: Tensor, *, gelu: bool) -> Tensor:
+    assert gate_up.dim() == 2 and gate_up.stride(1) == 1
+    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_tokens, size)
+    if num_tokens:
+        grid = (num_tokens, triton.cdiv(size, _BLOCK))
+        _gate_kernel[grid](
+            gate_up, out, gate_up.stride(0), SIZE=size, GELU=gelu, BLOCK=_BLOCK, num_warps=_NUM_WARPS
+        )
+    return out

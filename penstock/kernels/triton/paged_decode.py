@@ -1,0 +1,339 @@
+"""Paged attention of one query token per slice on CUDA, split over the context.
+
+A program takes one slice, one key-value head with all its query heads, and one part of the context. Contexts and block
+tables are read from device memory and the grid depends on nothing but shapes, so a captured launch stays right while
+lengths change; a program that finds no work exits. Where a slice has several parts, the program that ends last merges
+them, so that a layer is one launch. Knows tensors, blocks and lengths; nothing of prefill.
+"""
+# mypy: allow-untyped-defs, allow-untyped-decorators
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.attention.interface import LayerAttention
+
+# The narrowest tensor-core tile: query heads that share a key head are padded to this many rows.
+_MIN_ROWS = 16
+# More than this many parts cost more to merge than they save.
+_MAX_SPLITS = 64
+# Programs per multiprocessor that keep the memory busy: below this, contexts are split; above, only very long ones.
+_PROGRAMS_PER_MULTIPROCESSOR = 4
+_LONG_SPLIT_TOKENS = 4096
+# Stands for "no window": longer than any context, and no overflow when subtracted.
+NO_WINDOW = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    """How a program walks over its part of the context."""
+
+    tokens: int  # keys and values read at a time
+    num_warps: int
+    num_stages: int
+
+
+def decode_tile(head_dim: int, dtype: torch.dtype) -> DecodeTile:
+    """Tiles of 16 KiB of keys and as much of values: two in flight and one in use, twice on a multiprocessor."""
+    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+    return DecodeTile(tokens=min(max(16384 // row_bytes, 16), 128), num_warps=4, num_stages=3)
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """How contexts are divided: into at most `count` parts, none shorter than `min_tokens` but the last."""
+
+    count: int
+    min_tokens: int
+
+
+def choose_splits(num_slices: int, num_kv_heads: int, max_context: int, num_multiprocessors: int) -> Splits:
+    """Divide contexts so that the device is full. Depends on shapes alone, so it may be fixed at capture."""
+    programs = max(num_slices * num_kv_heads, 1)
+    wanted = -(-_PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // programs)
+    if wanted > 1:
+        min_tokens = 64
+        return Splits(max(min(wanted, _MAX_SPLITS, -(-max_context // min_tokens)), 1), min_tokens)
+    return Splits(min(max(-(-max_context // _LONG_SPLIT_TOKENS), 1), 8), _LONG_SPLIT_TOKENS)
+
+
+@dataclass(slots=True)
+class DecodeWorkspace:
+    """Room for the parts of one launch at a time. `arrivals` is zero between launches: whoever merges resets it."""
+
+    outputs: Tensor  # [slices * query heads * splits * head_dim] float32 or longer
+    log_sums: Tensor  # [slices * query heads * splits] float32 or longer
+    arrivals: Tensor  # [slices * key heads] int32 or longer
+
+    @classmethod
+    def of(cls, num_slices: int, splits: Splits, layer: LayerAttention, device: torch.device) -> "DecodeWorkspace":
+        num_parts = num_slices * layer.num_heads * splits.count
+        return cls(
+            torch.empty(num_parts * layer.head_dim, dtype=torch.float32, device=device),
+            torch.empty(num_parts, dtype=torch.float32, device=device),
+            torch.zeros(num_slices * layer.num_kv_heads, dtype=torch.int32, device=device),
+        )
+
+    def fits(self, num_slices: int, splits: Splits, layer: LayerAttention) -> bool:
+        num_parts = num_slices * layer.num_heads * splits.count
+        return (
+            num_parts * layer.head_dim <= self.outputs.numel()
+            and num_parts <= self.log_sums.numel()
+            and num_slices * layer.num_kv_heads <= self.arrivals.numel()
+        )
+
+
+@triton.jit
+def soft_cap(scores, cap):
+    """cap * tanh(scores / cap), by an exponential that may overflow harmlessly."""
+    return cap - 2.0 * cap / (1.0 + tl.exp(2.0 / cap * scores))
+
+
+@triton.jit
+def _attend_part(
+    q,
+    pool_ptr,  # of the first key head's first slot, at this program's head
+    table_ptr,
+    begin,
+    end,
+    value_offset,
+    scale,
+    cap,
+    KEY_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Online softmax over the keys from `begin` to `end`. Returns unnormalised output, sums and maxima (base 2)."""
+    dim = tl.arange(0, DIMS)[None, :]
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    sums = tl.zeros([ROWS, TILE], tl.float32)  # added up after the loop: adding across warps costs a barrier
+    output = tl.zeros([ROWS, DIMS], tl.float32)
+    # Block numbers are read one tile ahead: were they read where they are used, the pipeline that keeps keys and values
+    # in flight would spend half its depth on them.
+    token = begin + tl.arange(0, TILE)
+    block = tl.load(table_ptr + token // BLOCK_TOKENS, mask=token < end, other=0)
+    for start in range(begin, end, TILE):
+        token = start + tl.arange(0, TILE)
+        visible = token < end
+        slot = block.to(tl.int64) * BLOCK_TOKENS + token % BLOCK_TOKENS
+        at = pool_ptr + slot[:, None] * KEY_STRIDE + dim
+        token += TILE
+        block = tl.load(table_ptr + token // BLOCK_TOKENS, mask=token < end, other=0)
+        # Past the end stands another request's memory, or none: any score is replaced below, but a value that is not a
+        # number would spread even at weight zero.
+        keys = tl.load(at, mask=dim < HEAD_DIM, other=0.0)  # [TILE, DIMS]
+        values = tl.load(at + value_offset, mask=visible[:, None] & (dim < HEAD_DIM), other=0.0)
+        scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision=PRECISION) * scale  # [ROWS, TILE]
+        if SOFTCAP:
+            scores = soft_cap(scores, cap)
+        scores = tl.where(visible[None, :], scores * 1.4426950408889634, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, axis=1))
+        shrink = tl.exp2(highest - higher)
+        weights = tl.exp2(scores - higher[:, None])
+        sums = sums * shrink[:, None] + weights
+        output = output * shrink[:, None]
+        output = tl.dot(weights.to(q.dtype), values.to(q.dtype), output, input_precision=PRECISION)
+        highest = higher
+    return output, tl.sum(sums, axis=1), highest
+
+
+@triton.jit
+def _merge_parts(
+    outputs_ptr,  # of this slice's and head's first part
+    log_sums_ptr,
+    num_parts,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Weigh the parts by their sums, `PARTS` of them at a time. Returns [HEADS, DIMS]."""
+    head = tl.arange(0, HEADS)
+    dim = tl.arange(0, DIMS)
+    highest = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    merged = tl.zeros([HEADS, DIMS], tl.float32)
+    for first in range(0, num_parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        there = (part < num_parts)[:, None]
+        row = part[:, None] * GROUP + head[None, :]  # [PARTS, HEADS]
+        filled = there & (head < GROUP)[None, :]
+        # Written by other multiprocessors during this launch: read past the first-level cache.
+        log_sums = tl.load(log_sums_ptr + row, mask=filled, other=0.0, cache_modifier=".cg")
+        log_sums = tl.where(there, log_sums, float("-inf"))
+        outputs = tl.load(
+            outputs_ptr + row[:, :, None] * HEAD_DIM + dim[None, None, :],
+            mask=filled[:, :, None] & (dim < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        higher = tl.maximum(highest, tl.max(log_sums, axis=0))
+        shrink = tl.exp2(highest - higher)
+        weights = tl.exp2(log_sums - higher[None, :])
+        total = total * shrink + tl.sum(weights, axis=0)
+        merged = merged * shrink[:, None] + tl.sum(outputs * weights[:, :, None], axis=0)
+        highest = higher
+    return merged / total[:, None]
+
+
+@triton.jit(
+    do_not_specialize=["splits", "min_split_tokens", "window", "table_stride", "q_stride"],
+    do_not_specialize_on_alignment=["lens_ptr", "tables_ptr"],
+)
+def _decode_kernel(
+    q_ptr,  # [slices, query heads, head_dim]
+    pool_ptr,  # [2, blocks, block_tokens, key heads, head_dim]
+    tables_ptr,  # [slices, blocks] int32
+    lens_ptr,  # [slices] int32
+    out_ptr,  # [slices, query heads * head_dim]
+    outputs_ptr,
+    log_sums_ptr,
+    arrivals_ptr,
+    scale,
+    cap,
+    window,
+    q_stride,
+    table_stride,
+    value_offset,
+    splits,
+    min_split_tokens,
+    GROUP: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+    TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    key_head = tl.program_id(0)
+    piece = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    context = tl.load(lens_ptr + piece)
+    first = tl.maximum(context - window, 0)
+    span = context - first
+    parts = tl.maximum(tl.minimum(tl.cdiv(span, min_split_tokens), splits), 1)
+    part_tokens = tl.maximum(tl.cdiv(tl.cdiv(span, parts), TILE), 1) * TILE
+    parts = tl.maximum(tl.cdiv(span, part_tokens), 1)
+    if split >= parts:
+        return
+
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIMS)
+    filled = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    in_head = row[:, None] * HEAD_DIM + dim[None, :]
+    q = tl.load(q_ptr + piece * q_stride + key_head * GROUP * HEAD_DIM + in_head, mask=filled, other=0.0)
+    begin = first + split * part_tokens
+    output, total, highest = _attend_part(
+        q,
+        pool_ptr + key_head * HEAD_DIM,
+        tables_ptr + piece * table_stride,
+        begin,
+        tl.minimum(begin + part_tokens, context),
+        value_offset,
+        scale,
+        cap,
+        KEY_HEADS * HEAD_DIM,
+        HEAD_DIM,
+        BLOCK_TOKENS,
+        SOFTCAP,
+        ROWS,
+        DIMS,
+        TILE,
+        PRECISION,
+    )
+    # A slice without context (a padded row of a captured batch) gives zeros.
+    output = output / tl.where(total > 0.0, total, 1.0)[:, None]
+    out_ptr += (piece * KEY_HEADS + key_head) * (GROUP * HEAD_DIM)
+    if parts == 1:
+        tl.store(out_ptr + in_head, output.to(out_ptr.dtype.element_ty), mask=filled)
+        return
+
+    place = piece * KEY_HEADS + key_head
+    outputs_ptr += place * splits * (GROUP * HEAD_DIM)
+    log_sums_ptr += place * splits * GROUP
+    tl.store(outputs_ptr + split * (GROUP * HEAD_DIM) + in_head, output, mask=filled)
+    tl.store(log_sums_ptr + split * GROUP + row, highest + tl.log2(total), mask=row < GROUP)
+    # Every thread's part must be written before the arrival is counted.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals_ptr + place, 1, sem="acq_rel", scope="gpu")
+    if arrived == parts - 1:
+        merged = _merge_parts(outputs_ptr, log_sums_ptr, parts, GROUP, HEAD_DIM, HEADS, DIMS, PARTS)
+        head = tl.arange(0, HEADS)
+        tl.store(
+            out_ptr + head[:, None] * HEAD_DIM + dim[None, :],
+            merged.to(out_ptr.dtype.element_ty),
+            mask=(head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :],
+        )
+        tl.store(arrivals_ptr + place, 0)
+
+
+def paged_decode(
+    q: Tensor,
+    pool: Tensor,
+    block_tables: Tensor,
+    lens: Tensor,
+    out: Tensor,
+    layer: LayerAttention,
+    splits: Splits,
+    workspace: DecodeWorkspace,
+    tile: DecodeTile | None = None,
+) -> None:
+    """Attend with one token per slice and write `out`.
+
+    q: [slices, query heads, head_dim], tokens may be further apart; pool: [2, blocks, block_tokens, key heads,
+    head_dim]; block_tables: [slices, blocks] int32; lens: [slices] int32; out: [slices, query heads * head_dim].
+    """
+    num_slices, num_heads, head_dim = q.shape
+    _, _, block_tokens, num_kv_heads, _ = pool.shape
+    assert q.stride(1) == head_dim and q.stride(2) == 1
+    assert pool.is_contiguous() and out.is_contiguous() and block_tables.stride(1) == 1
+    assert splits.count == 1 or workspace.fits(num_slices, splits, layer)
+    if num_slices == 0:
+        return
+    tile = tile or decode_tile(head_dim, pool.dtype)
+    group = num_heads // num_kv_heads
+    heads, dims = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
+    _decode_kernel[(num_kv_heads, num_slices, splits.count)](
+        q,
+        pool,
+        block_tables,
+        lens,
+        out,
+        workspace.outputs,
+        workspace.log_sums,
+        workspace.arrivals,
+        layer.scale,
+        layer.softcap or 1.0,
+        layer.window or NO_WINDOW,
+        q.stride(0),
+        block_tables.stride(0),
+        pool.stride(0),
+        splits.count,
+        splits.min_tokens,
+        GROUP=group,
+        KEY_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_TOKENS=block_tokens,
+        SOFTCAP=layer.softcap is not None,
+        ROWS=max(heads, _MIN_ROWS),
+        HEADS=heads,
+        DIMS=dims,
+        TILE=tile.tokens,
+        PARTS=max(4096 // (heads * dims), 1),
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )

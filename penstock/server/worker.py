@@ -1,0 +1,133 @@
+"""An API worker process: one event loop that serves HTTP on an inherited socket.
+
+`python -m penstock.server.worker` with a `WorkerSetup` as JSON on standard input. SIGTERM drains: no new connections,
+open requests go on for `drain_seconds`, then end with an error; a second SIGTERM ends at once. Ends when its parent is
+gone. Never loads torch.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+
+from penstock.engine.client import EngineClient
+from penstock.engine.tokenizer import Tokenizer
+from penstock.errors import EngineUnavailable, TemplateFailed
+from penstock.server.app import create_app
+from penstock.server.chat_template import ChatTemplate
+from penstock.server.context import ServerContext, build_context
+from penstock.server.worker_setup import WorkerSetup, decode_worker_setup
+from penstock.telemetry import configure_logging, log_event
+
+_PARENT_SECONDS = 0.5
+# Behind the drain: time for the error events of requests that ran out of it to leave.
+_LAST_WORDS_SECONDS = 2
+
+log = logging.getLogger("penstock.worker")
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, with our signals: it must not raise them again when it is done."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Worker:
+    """Serves until told to stop."""
+
+    def __init__(self, setup: WorkerSetup, context: ServerContext) -> None:
+        self._context = context
+        self._parent = os.getppid()
+        self._socket = socket.socket(fileno=setup.listen_fd)
+        self._drain_seconds = setup.config.drain_seconds
+        self._server = HttpServer(
+            uvicorn.Config(
+                create_app(context),
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=int(self._drain_seconds) + _LAST_WORDS_SECONDS,
+            )
+        )
+
+    async def run(self) -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._on_signal)
+        self._watch_parent()
+        await self._server.serve(sockets=[self._socket])
+
+    def _on_signal(self) -> None:
+        if self._context.answers.draining:
+            self._stop_now()
+            return
+        self._context.answers.draining = True
+        self._server.should_exit = True
+        asyncio.get_running_loop().call_later(self._drain_seconds, self._end_drain)
+        log_event(log, "draining", open_requests=len(self._context.answers))
+
+    def _end_drain(self) -> None:
+        self._context.answers.end_all(EngineUnavailable("the server is shutting down; try again in a moment"))
+
+    def _stop_now(self) -> None:
+        self._server.should_exit = True
+        self._server.force_exit = True
+
+    def _watch_parent(self) -> None:
+        """Look now and then whether anybody is left to serve for."""
+        if os.getppid() == self._parent:
+            asyncio.get_running_loop().call_later(_PARENT_SECONDS, self._watch_parent)
+        else:
+            self._stop_now()
+
+
+async def serve(setup: WorkerSetup) -> None:
+    """Run one API worker to its end."""
+    engine = await EngineClient.connect(setup.engine_socket, setup.identity.encode())
+    template: ChatTemplate | None = None
+    try:
+        tokenizer = Tokenizer.load(setup.files)
+        template = await _start_template(setup.config.chat_template or tokenizer.chat_template, tokenizer)
+        context = build_context(setup.config, engine, tokenizer, template, created=int(time.time()))
+        await Worker(setup, context).run()
+    finally:
+        if template is not None:
+            await template.close()
+        await engine.close()
+
+
+async def _start_template(text: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+    if text is None:
+        return None
+    template = ChatTemplate(text, bos_token=tokenizer.bos_text or "", eos_token=tokenizer.eos_text or "")
+    try:
+        await template.start()
+    except TemplateFailed as error:
+        # The model can still be used without it, and each chat request will say the same.
+        log_event(log, str(error), level=logging.WARNING)
+    return template
+
+
+def main() -> int:
+    setup = decode_worker_setup(sys.stdin.buffer.read())
+    configure_logging(setup.config.log_format, process=setup.identity)
+    # An interrupt from the terminal reaches every process: what it means is the supervisor's to say.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(setup))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""A benchmark's result as it is written, read and compared.
+
+Plain data with its units in its names. Knows nothing of how it was measured or how it is shown.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+import penstock
+from penstock.errors import ConfigError
+
+
+class Distribution(msgspec.Struct, frozen=True):
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+
+class Goodput(msgspec.Struct, frozen=True):
+    """Requests that kept every limit. None: no such limit was set."""
+
+    ttft_limit_ms: float | None
+    time_per_token_limit_ms: float | None
+    num_requests: int
+    requests_per_second: float
+
+
+class GeneratorHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """How well the load generator itself kept up. Any warning means that latencies may be its own."""
+
+    loop_lag_p99_ms: float
+    loop_lag_max_ms: float
+    late_send_p99_ms: float
+    cpu_share: float  # of one core
+    warnings: list[str]
+
+
+class RequestRow(msgspec.Struct, frozen=True, array_like=True):
+    """One request that completed; seconds count from the start of the run. Written as a list, for size."""
+
+    sent_seconds: float
+    ttft_ms: float | None
+    time_per_token_ms: float | None
+    end_to_end_ms: float
+    input_tokens: int
+    output_tokens: int
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One workload run once. Tokens and latencies are those of the requests that completed."""
+
+    label: str
+    num_requests: int
+    num_completed: int
+    seconds: float  # from the first request sent to the last ended
+    input_tokens: int
+    output_tokens: int
+    counted_by: Literal["usage", "chunks", "usage and chunks", "engine"]
+    rate: float | None = None
+    concurrency: int | None = None
+    temperature: float = 0.0
+    errors: dict[str, int] = {}
+    error_examples: dict[str, str] = {}
+    num_short: int = 0  # answers with fewer tokens than asked for
+    cached_tokens: int | None = None
+    ttft_ms: Distribution | None = None
+    time_per_token_ms: Distribution | None = None
+    inter_token_ms: Distribution | None = None
+    end_to_end_ms: Distribution | None = None
+    goodput: Goodput | None = None
+    decode_ms_per_token: float | None = None
+    generator: GeneratorHealth | None = None
+    requests: list[RequestRow] = []
+
+    @property
+    def requests_per_second(self) -> float:
+        return self.num_completed / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def input_tokens_per_second(self) -> float:
+        return self.input_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        return self.output_tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything one command measured."""
+
+    version: str  # of the Penstock that measured
+    made_at: str
+    target: str  # a URL, or the model where there was no server
+    model: str
+    prompts: str  # how they were sent
+    ignored_end_of_text: bool
+    runs: list[Run]
+    format: Literal["penstock-bench-1"] = "penstock-bench-1"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number of a run that is worth comparing."""
+
+    name: str
+    lower_is_better: bool
+    of: Callable[[Run], float | None]
+
+
+def _at(distribution: Distribution | None, percentile: Literal["p50", "p99"]) -> float | None:
+    if distribution is None:
+        return None
+    return distribution.p50 if percentile == "p50" else distribution.p99
+
+
+def _positive(value: float) -> float | None:
+    return value if value > 0 else None
+
+
+FIGURES = (
+    Figure("TTFT p50, ms", True, lambda run: _at(run.ttft_ms, "p50")),
+    Figure("TTFT p99, ms", True, lambda run: _at(run.ttft_ms, "p99")),
+    Figure("time per token p50, ms", True, lambda run: _at(run.time_per_token_ms, "p50")),
+    Figure("time per token p99, ms", True, lambda run: _at(run.time_per_token_ms, "p99")),
+    Figure("inter-token p99, ms", True, lambda run: _at(run.inter_token_ms, "p99")),
+    Figure("end to end p50, ms", True, lambda run: _at(run.end_to_end_ms, "p50")),
+    Figure("end to end p99, ms", True, lambda run: _at(run.end_to_end_ms, "p99")),
+    Figure("decode, ms per token", True, lambda run: run.decode_ms_per_token),
+    Figure("requests/s", False, lambda run: _positive(run.requests_per_second)),
+    Figure("goodput, requests/s", False, lambda run: run.goodput.requests_per_second if run.goodput else None),
+    Figure("input tokens/s", False, lambda run: _positive(run.input_tokens_per_second)),
+    Figure("output tokens/s", False, lambda run: _positive(run.output_tokens_per_second)),
+)
+
+
+def new_report(runs: list[Run], *, target: str, model: str, prompts: str, ignored_end_of_text: bool) -> Report:
+    """Return a report made now, by this Penstock."""
+    return Report(
+        version=penstock.__version__,
+        made_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        target=target,
+        model=model,
+        prompts=prompts,
+        ignored_end_of_text=ignored_end_of_text,
+        runs=runs,
+    )
+
+
+def write_report(report: Report, file: Path) -> None:
+    try:
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    except OSError as error:
+        raise ConfigError("--json", str(file), f"it cannot be written ({error.strerror})") from error
+
+
+def read_report(file: Path) -> Report:
+    """Return a report that `write_report` wrote."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Report)
+    except OSError as error:
+        raise ConfigError("report", str(file), f"it cannot be read ({error.strerror})") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("report", str(file), f"it was not written by `penstock bench --json`: {error}") from error

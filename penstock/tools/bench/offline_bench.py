@@ -1,0 +1,104 @@
+"""An engine in this very process measured under one or more workloads, every request submitted at once.
+
+Knows the engine only as something that completes prompts; which one, and how it was built, is for the caller.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import msgspec
+
+from penstock.request import SamplingParams
+from penstock.tools.bench.catalogue import prefill_twin, steady_steps
+from penstock.tools.bench.document import Run
+from penstock.tools.bench.watcher import Watcher
+from penstock.tools.bench.workload import Workload
+
+WARM_UP_OUTPUT_TOKENS = 16
+
+
+class Completed(Protocol):
+    @property
+    def token_ids(self) -> list[int]: ...
+
+    @property
+    def num_cached_tokens(self) -> int: ...
+
+
+class Completer(Protocol):
+    """`penstock.LLM`, as far as a benchmark sees it."""
+
+    def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> Sequence[Completed]: ...
+
+
+def with_prefill_twins(names: Iterable[str]) -> list[str]:
+    """Return the names with the twin of each decode workload before it: their difference is the decoding alone."""
+    wanted: dict[str, None] = {}
+    for name in names:
+        twin = prefill_twin(name)
+        wanted |= dict.fromkeys([name] if twin is None else [twin, name])
+    return list(wanted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineBench:
+    """Runs workloads on one engine."""
+
+    completer: Completer
+    vocab_size: int
+    ignore_eos: bool = True
+    warm_up_requests: int = 1
+    now: Callable[[], float] = time.perf_counter
+
+    def run(self, workloads: Sequence[Workload], watcher: Watcher | None = None) -> list[Run]:
+        """Run the workloads one after the other; a decode workload finds its twin among those before it."""
+        runs: dict[str, Run] = {}
+        for workload in workloads:
+            if watcher is not None:
+                watcher.begin(workload.name, None)
+            runs[workload.name] = self._run(workload, runs)
+        return list(runs.values())
+
+    def _run(self, workload: Workload, earlier: Mapping[str, Run]) -> Run:
+        warm_up = workload.warm_up(self.warm_up_requests)
+        if warm_up.requests:
+            self._generate(_shortened(warm_up))
+        seconds, completions = self._generate(workload)
+        run = Run(
+            label=workload.name,
+            temperature=workload.temperature,
+            num_requests=len(workload.requests),
+            num_completed=len(completions),
+            seconds=seconds,
+            input_tokens=sum(request.prompt.num_tokens for request in workload.requests),
+            output_tokens=sum(len(completion.token_ids) for completion in completions),
+            cached_tokens=sum(completion.num_cached_tokens for completion in completions),
+            num_short=sum(
+                len(completion.token_ids) < request.max_tokens
+                for request, completion in zip(workload.requests, completions, strict=True)
+            ),
+            counted_by="engine",
+        )
+        twin = earlier.get(prefill_twin(workload.name) or "")
+        if twin is None:
+            return run
+        per_token = (run.seconds - twin.seconds) / steady_steps(workload.name)
+        return msgspec.structs.replace(run, decode_ms_per_token=per_token * 1000)
+
+    def _generate(self, workload: Workload) -> tuple[float, Sequence[Completed]]:
+        # A model smaller than the workloads' vocabulary has its tokens used again and again instead.
+        prompts = [[token % self.vocab_size for token in workload.token_ids(item)] for item in workload.requests]
+        params = [
+            SamplingParams(max_tokens=item.max_tokens, temperature=workload.temperature, ignore_eos=self.ignore_eos)
+            for item in workload.requests
+        ]
+        started = self.now()
+        completions = self.completer.generate(prompts, params)
+        return self.now() - started, completions
+
+
+def _shortened(workload: Workload) -> Workload:
+    requests = (replace(item, max_tokens=min(item.max_tokens, WARM_UP_OUTPUT_TOKENS)) for item in workload.requests)
+    return replace(workload, requests=tuple(requests))

@@ -1,0 +1,109 @@
+"""Tokens in a stream of server-sent events, counted without parsing it.
+
+A load generator reads thousands of events a second and must not be what is measured, so an event is only searched for
+the text it brings. The last few reads are kept and parsed once, at the end: usage, errors and [DONE] are there.
+"""
+
+import re
+from array import array
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+MAX_LINE_BYTES = 8 * 1024 * 1024
+_TAIL_READS = 4
+
+# Quotes inside a JSON text are escaped, so neither can match within an answer. An event of a completion counts though
+# its text is empty (half of a character, say) unless it only tells of the end; in a chat an empty text is the role's.
+_COMPLETION_TOKEN = re.compile(rb'"text":\s*"(?!"[^}]*"finish_reason":\s*")')
+_CHAT_TOKEN = re.compile(rb'"(?:content|reasoning_content|reasoning)":\s*"(?!")')
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+@dataclass(slots=True)
+class Ending:
+    """What the end of a stream said."""
+
+    is_whole: bool = False  # it had [DONE] or a reason to finish, and no error
+    error: str | None = None
+    input_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+class StreamScan:
+    """One answer's bytes, however they are cut. `token_times` has an entry for each event that brought text."""
+
+    def __init__(self, *, chat: bool) -> None:
+        self.token_times = array("d")
+        self._token = _CHAT_TOKEN if chat else _COMPLETION_TOKEN
+        self._rest = b""
+        self._tail: deque[bytes] = deque(maxlen=_TAIL_READS)
+
+    def push(self, chunk: bytes, at: float) -> bool:
+        """Take what was read at a time. False if a line has grown beyond reason."""
+        end = chunk.rfind(b"\n") + 1
+        if not end:
+            self._rest += chunk
+            return len(self._rest) <= MAX_LINE_BYTES
+        lines = self._rest + chunk[:end]
+        self._rest = chunk[end:]
+        self._tail.append(lines)
+        count = len(self._token.findall(lines))
+        if count:
+            self.token_times.extend([at] * count)
+        return True
+
+    def end(self) -> Ending:
+        """Return what the last reads said, after the last `push`."""
+        ending = Ending()
+        for line in (b"".join(self._tail) + self._rest).splitlines():
+            kind, _, data = line.partition(b":")
+            if kind == b"data" and data.strip() == b"[DONE]":
+                ending.is_whole = True
+            elif kind in (b"data", b"error"):
+                _take(data, ending)
+        ending.is_whole = ending.is_whole and ending.error is None
+        return ending
+
+
+def _take(data: bytes, ending: Ending) -> None:
+    try:
+        event = msgspec.json.decode(data, type=_Event)
+    except msgspec.DecodeError:
+        return
+    if event.error is not None:
+        ending.error = describe_error(event.error)
+    if any(choice.finish_reason for choice in event.choices):
+        ending.is_whole = True
+    if event.usage is not None:
+        ending.input_tokens = event.usage.prompt_tokens
+        ending.output_tokens = event.usage.completion_tokens
+        if event.usage.prompt_tokens_details is not None:
+            ending.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
+
+
+def describe_error(error: Any) -> str:
+    """Return a server's word for what is wrong, in whichever of the usual shapes it comes."""
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]

@@ -1,0 +1,100 @@
+"""Recorded arrivals as workloads: Azure's CSV and Mooncake's JSON lines.
+
+The traces hold lengths, not text. Prompts are made up: unrelated for Azure's, and of equal blocks where Mooncake's
+`hash_ids` are equal. Knows nothing of servers.
+"""
+
+import csv
+import itertools
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from penstock.errors import ConfigError
+from penstock.tools.bench.workload import SEEDED_BLOCK_TOKENS, PlannedRequest, SeededPrompt, Workload
+
+AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+
+
+class _MooncakeLine(msgspec.Struct):
+    timestamp: float  # milliseconds
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+class _BadLine(ValueError):
+    """What is wrong with one line of a trace."""
+
+
+def read_trace(file: Path, limit: int | None = None) -> Workload:
+    """Return the first `limit` requests of a trace, its first arrival at zero."""
+    try:
+        with file.open(newline="") as lines:
+            first = lines.readline()
+            read = _read_mooncake if first.lstrip().startswith("{") else _read_azure
+            numbered = enumerate(itertools.chain([first], lines), 1)
+            requests = list(itertools.islice(_checked(read(numbered)), limit))
+    except OSError as error:
+        raise ConfigError("--trace", str(file), f"it cannot be read ({error.strerror})") from error
+    except (ValueError, csv.Error) as error:
+        raise ConfigError("--trace", str(file), str(error)) from error
+    if not requests:
+        raise ConfigError("--trace", str(file), "it holds no requests")
+    requests.sort(key=lambda request: request.start_seconds)
+    first_start = requests[0].start_seconds
+    planned = (PlannedRequest(item.prompt, item.max_tokens, item.start_seconds - first_start) for item in requests)
+    return Workload(name=file.stem, requests=tuple(planned))
+
+
+def _checked(requests: Iterator[tuple[int, PlannedRequest]]) -> Iterator[PlannedRequest]:
+    for number, request in requests:
+        if request.prompt.num_tokens < 1 or request.max_tokens < 0:
+            raise _BadLine(f"line {number}: lengths must be positive")
+        # A recorded answer may be empty; a server can only be asked for one token or more.
+        yield request if request.max_tokens else PlannedRequest(request.prompt, 1, request.start_seconds)
+
+
+def _read_azure(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, PlannedRequest]]:
+    _, header = next(lines)
+    if header.strip().split(",")[:3] != AZURE_COLUMNS:
+        raise _BadLine(f"line 1: it is neither JSON lines nor a CSV with the columns {','.join(AZURE_COLUMNS)}")
+    next_seed = itertools.count()
+    for number, line in lines:
+        if not line.strip():
+            continue
+        try:
+            (fields,) = csv.reader([line])
+            start, num_input, max_tokens = _to_seconds(fields[0]), int(fields[1]), int(fields[2])
+        except (ValueError, IndexError) as error:
+            raise _BadLine(f"line {number}: it is not a time and two numbers of tokens") from error
+        seeds = tuple(itertools.islice(next_seed, _num_blocks(num_input)))
+        yield number, PlannedRequest(SeededPrompt(seeds, num_input), max_tokens, start)
+
+
+def _read_mooncake(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, PlannedRequest]]:
+    decoder = msgspec.json.Decoder(_MooncakeLine)
+    for number, line in lines:
+        if not line.strip():
+            continue
+        try:
+            read = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise _BadLine(f"line {number}: {error}") from error
+        needed = _num_blocks(read.input_length)
+        if len(read.hash_ids) < needed:
+            raise _BadLine(f"line {number}: {read.input_length} tokens need {needed} hash_ids")
+        prompt = SeededPrompt(tuple(read.hash_ids[:needed]), read.input_length)
+        yield number, PlannedRequest(prompt, read.output_length, read.timestamp / 1000)
+
+
+def _to_seconds(text: str) -> float:
+    moment = datetime.fromisoformat(text)
+    # Without a zone it must not be taken for this machine's, whose clock may jump in the middle of the trace.
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _num_blocks(num_tokens: int) -> int:
+    return -(-num_tokens // SEEDED_BLOCK_TOKENS)

@@ -1,0 +1,147 @@
+"""An engine client without an engine: it writes down what it is asked and plays a script back."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from penstock.engine.messages import EngineInfo, EngineStats, TokenEvent, TokenLogprob
+from penstock.engine.tokenizer import Tokenizer
+from penstock.errors import EngineFailed, EngineUnavailable
+from penstock.request import FinishReason, SamplingParams
+
+Step = TokenEvent | Exception | asyncio.Event  # an Event: wait until it is set
+
+
+@dataclass
+class Submitted:
+    prompt: list[int]
+    params: SamplingParams
+    request_id: str
+    arrival: float
+    tenant: str
+    adapter: str
+    priority: int
+
+
+@dataclass
+class FakeStream:
+    """Plays its steps; once aborted it ends with an ABORT event, as the engine's streams do."""
+
+    request: Submitted
+    steps: list[Step]
+    on_abort: Callable[[str], None]
+    _aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    _ended: bool = False
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        await asyncio.sleep(0)
+        while not self._ended:
+            step = self.steps.pop(0) if self.steps else EngineFailed("the script ended")
+            if isinstance(step, asyncio.Event):
+                await self._wait(step)
+                continue
+            if self._aborted.is_set():
+                step = TokenEvent(request_id=self.request.request_id, finish=FinishReason.ABORT)
+            if isinstance(step, Exception):
+                self._ended = True
+                raise step
+            self._ended = step.finish is not None
+            return step
+        raise StopAsyncIteration
+
+    def abort(self) -> None:
+        if not self._ended:
+            self._aborted.set()
+            self.on_abort(self.request.request_id)
+
+    async def _wait(self, event: asyncio.Event) -> None:
+        waits = [asyncio.create_task(event.wait()), asyncio.create_task(self._aborted.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+
+class FakeEngine:
+    """Give it `script`, a function from what was submitted to the steps of its stream."""
+
+    def __init__(self, tokenizer: Tokenizer, script: Callable[[Submitted], list[Step]] | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.script = script or (lambda request: self.say(request, "Hello, wörld! 🙂"))
+        self.submitted: list[Submitted] = []
+        self.aborted: list[str] = []
+        self.connected = True
+        self.stats = EngineStats()
+        self.stats_age_seconds = 0.0
+        self.info: EngineInfo | None = EngineInfo(
+            epoch="1",
+            max_context_tokens=512,
+            vocab_size=tokenizer.vocab_size,
+            eos_token_ids=list(tokenizer.eos_token_ids),
+            num_blocks=32,
+            block_tokens=16,
+            device="cpu",
+            timeline=[],
+            settings=[],
+        )
+
+    async def wait_ready(self) -> EngineInfo:
+        assert self.info is not None
+        return self.info
+
+    def submit(
+        self,
+        *,
+        prompt: list[int],
+        params: SamplingParams,
+        request_id: str,
+        arrival: float,
+        tenant: str = "",
+        adapter: str = "",
+        priority: int = 0,
+    ) -> FakeStream:
+        if not self.connected:
+            raise EngineUnavailable("the engine is restarting; try again in a few seconds")
+        request = Submitted(prompt, params, request_id, arrival, tenant, adapter, priority)
+        self.submitted.append(request)
+        return FakeStream(request, self.script(request), self.aborted.append)
+
+    async def close(self) -> None:
+        self.connected = False
+
+    def say(
+        self, request: Submitted, text: str, *, chunk: int = 1, cached: int = 0, finish: FinishReason | None = None
+    ) -> list[Step]:
+        """Return the events of an answer, `chunk` tokens each: it ends with the end token or at max_tokens."""
+        end = self.tokenizer.eos_token_id
+        assert end is not None
+        token_ids = [*self.tokenizer.encode(text, add_special=False), end]
+        limit = request.params.max_tokens
+        if limit is not None and len(token_ids) > limit:
+            token_ids, finish = token_ids[:limit], finish or FinishReason.LENGTH
+        finish = finish or FinishReason.STOP
+        steps: list[Step] = [
+            self.event(request, token_ids[start : start + chunk], cached) for start in range(0, len(token_ids), chunk)
+        ]
+        last = steps[-1]
+        assert isinstance(last, TokenEvent)
+        last.finish = finish
+        last.stop_token = end if finish is FinishReason.STOP else None
+        return steps
+
+    def event(self, request: Submitted, token_ids: list[int], cached: int = 0) -> TokenEvent:
+        """Return one event, with made-up scores where the request asks for them."""
+        event = TokenEvent(request_id=request.request_id, token_ids=token_ids, num_cached_tokens=cached)
+        num_top = request.params.logprobs
+        if num_top is not None:
+            event.logprobs = [
+                TokenLogprob(token_id, -0.5, [(token_id, -0.5), (0, -2.0), (1, float("-inf"))][:num_top])
+                for token_id in token_ids
+            ]
+        if request.params.prompt_logprobs:
+            event.prompt_logprobs = [None, *[-1.25] * (len(request.prompt) - 1)]
+        return event

@@ -1,0 +1,63 @@
+"""`penstock generate` hands its options to the engine and prints the continuation, nothing else."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import pytest
+
+from penstock.commands import generate
+from penstock.config import gather
+from penstock.request import SamplingParams
+
+
+@dataclass
+class Continuation:
+    text: str
+
+
+class FakeLlm:
+    """Remembers how it was made and what it was asked."""
+
+    made: list[Self]
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.model, self.options = model, options
+        self.asked: tuple[list[str], SamplingParams] | None = None
+        self.closed = False
+        self.made.append(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed = True
+
+    def generate(self, prompts: list[str], params: SamplingParams) -> list[Continuation]:
+        self.asked = (prompts, params)
+        return [Continuation(" Paris.")]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[FakeLlm]:
+    made: list[FakeLlm] = []
+    monkeypatch.setattr(FakeLlm, "made", made, raising=False)
+    monkeypatch.setattr(generate, "LLM", FakeLlm)
+    monkeypatch.setattr(generate, "fetch", lambda options: None)
+    return made
+
+
+def test_the_continuation_is_all_that_is_printed(made: list[FakeLlm], capsys: pytest.CaptureFixture[str]) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+    assert generate.run(gather({}, environ={}), "The capital of France is", params) == 0
+    assert capsys.readouterr().out == " Paris.\n"
+    (llm,) = made
+    assert llm.asked == (["The capital of France is"], params)
+    assert llm.closed
+
+
+def test_options_reach_the_engine_wherever_they_were_given(made: list[FakeLlm]) -> None:
+    sourced = gather({"model": "m.gguf", "threads": "2"}, environ={"PENSTOCK_PRECISION": "exact"})
+    generate.run(sourced, "x", SamplingParams())
+    (llm,) = made
+    assert llm.model == "m.gguf"
+    assert llm.options == {"threads": 2, "precision": "exact"}

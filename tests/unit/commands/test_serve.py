@@ -1,0 +1,59 @@
+"""What `penstock serve` tells the operator once it is ready."""
+
+import io
+import json
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from penstock.commands import serve
+from penstock.engine.timeline import Timeline
+
+
+@dataclass
+class ReadyServer:
+    """What the banner needs to know of a server."""
+
+    timeline: Timeline
+    url: str = "http://127.0.0.1:8000"
+
+
+@pytest.fixture
+def server() -> ReadyServer:
+    timeline = Timeline(started=0.0)
+    timeline.extend([("import torch", 1.25), ("weights", 2.5)])
+    return ReadyServer(timeline)
+
+
+def lines(server: Any, **options: Any) -> list[str]:
+    """Return the banner's lines on a narrow terminal."""
+    output = io.StringIO()
+    console = Console(file=output, width=60, force_terminal=True, color_system=None)
+    console.print(serve.banner(server, "tiny", **options), soft_wrap=True)
+    return [line.rstrip() for line in output.getvalue().splitlines()]
+
+
+def test_the_timeline_sums_to_the_total(server: ReadyServer) -> None:
+    shown = lines(server, has_keys=False)
+    assert shown[:3] == ["1.25 s  import torch", "2.50 s  weights", "3.75 s  ready: tiny"]
+
+
+def test_it_says_where_to_look(server: ReadyServer) -> None:
+    (look,) = (line for line in lines(server, has_keys=False) if line.startswith("Look:"))
+    assert look.split() == ["Look:", "http://127.0.0.1:8000/", "http://127.0.0.1:8000/docs"]
+
+
+def test_the_command_to_try_stays_on_one_line_however_narrow_the_terminal(server: ReadyServer) -> None:
+    (command,) = (line for line in lines(server, has_keys=False) if line.startswith("curl"))
+    arguments = shlex.split(command)
+    assert arguments[2] == "http://127.0.0.1:8000/v1/chat/completions"
+    assert json.loads(arguments[-1])["model"] == "tiny"
+    assert "Authorization" not in command
+
+
+def test_with_keys_the_command_to_try_has_a_place_for_one(server: ReadyServer) -> None:
+    (command,) = (line for line in lines(server, has_keys=True) if line.startswith("curl"))
+    assert "Authorization: Bearer $PENSTOCK_API_KEY" in shlex.split(command)

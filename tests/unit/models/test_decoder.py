@@ -1,0 +1,91 @@
+"""What the decoder and its layers promise beyond equal logits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError
+from penstock.kernels.attention.reference import ReferenceAttention
+from penstock.kernels.attention.registry import choose_backend
+from penstock.models.decoder import attention_layers
+from penstock.models.layers.moe import Moe, route
+from penstock.models.registry import spec_for
+from penstock.models.spec import MoeSpec
+from penstock.parallel.groups import Group
+from tests.paged import PagedDecoder
+from tests.tiny_models import folder_files, load_exact, make_reference, random_tokens
+
+
+def test_attention_layers_carry_window_softcap_and_scale(tmp_path: Path) -> None:
+    make_reference("gemma2", tmp_path, head_dim=16, sliding_window=7, query_pre_attn_scalar=25)
+    local, full = attention_layers(spec_for(folder_files(tmp_path)))
+    assert (local.window, full.window) == (7, None)
+    assert local.softcap == 50.0
+    assert local.scale == pytest.approx(0.2)
+
+
+def test_attention_layers_of_a_rank_have_its_share_of_heads(tmp_path: Path) -> None:
+    make_reference("llama", tmp_path)
+    spec = spec_for(folder_files(tmp_path))
+    layer = attention_layers(spec, Group(1, 2))[0]
+    assert (layer.num_heads, layer.num_kv_heads) == (2, 1)
+
+
+def test_more_ranks_than_heads_are_refused(tmp_path: Path) -> None:
+    make_reference("llama", tmp_path)
+    with pytest.raises(ConfigError, match="attention heads"):
+        attention_layers(spec_for(folder_files(tmp_path)), Group(0, 8))
+
+
+def test_hidden_states_may_be_picked_before_logits(tmp_path: Path) -> None:
+    make_reference("llama", tmp_path)
+    paged = PagedDecoder(load_exact(folder_files(tmp_path)))
+    prompt = random_tokens(6)
+    whole = paged.run("a", prompt)
+    paged.run("b", prompt[:5])
+    last = paged.run("b", prompt[5:])
+    torch.testing.assert_close(last[0], whole[-1], atol=1e-4, rtol=0.0)
+
+
+def test_logits_do_not_change_the_hidden_states_they_are_made_from(tmp_path: Path) -> None:
+    make_reference("gemma2", tmp_path, head_dim=16)
+    decoder = load_exact(folder_files(tmp_path))
+    hidden = torch.randn(3, 64)
+    assert torch.equal(decoder.logits(hidden), decoder.logits(hidden))
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> Moe:
+    make_reference("mixtral", tmp_path, num_local_experts=4, num_experts_per_tok=2)
+    layer = load_exact(folder_files(tmp_path)).layers[0].feed_forward
+    assert isinstance(layer, Moe)
+    return layer
+
+
+def test_experts_give_the_same_whether_they_see_all_tokens_or_their_own(experts: Moe) -> None:
+    x = torch.randn(11, 64)
+    weights, picks = route(experts.router.apply(x), experts.spec)
+    torch.testing.assert_close(
+        experts.run_all(x, weights, picks), experts.run_picked(x, weights, picks), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_a_token_gets_the_same_experts_alone_and_in_a_batch(experts: Moe) -> None:
+    x = torch.randn(11, 64)
+    torch.testing.assert_close(experts.forward(x)[4:5], experts.forward(x[4:5]), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_the_weights_of_picked_experts_sum_to_one_only_when_normalised(normalise: bool) -> None:
+    weights, _ = route(torch.randn(7, 6), MoeSpec(6, 2, 8, normalise_weights=normalise))
+    assert torch.allclose(weights.sum(dim=-1), torch.ones(7)) == normalise
+
+
+def test_an_unknown_attention_backend_is_refused_with_those_that_can_run() -> None:
+    with pytest.raises(ConfigError, match=r"--attention-backend: 'flash' .*reference"):
+        choose_backend("flash", [], torch.device("cpu"), torch.float32)
+
+
+def test_the_reference_backend_can_be_asked_for_by_name() -> None:
+    assert choose_backend("reference", [], torch.device("cpu"), torch.float32) is ReferenceAttention

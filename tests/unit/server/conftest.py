@@ -1,0 +1,107 @@
+"""An app on the fake engine: in-process for most tests, on a real port where the network matters."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import httpx
+import pytest
+import uvicorn
+
+from penstock.engine.tokenizer import Tokenizer
+from penstock.server.app import create_app
+from penstock.server.config import ServerConfig
+from penstock.server.context import ServerContext, build_context
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.in_process_template import InProcessTemplate
+from tests.fakes.tiny_tokenizer import make_tokenizer
+
+MODEL = "tiny"
+
+
+def make_config(**changes: object) -> ServerConfig:
+    values: dict[str, object] = {
+        "host": "127.0.0.1",
+        "port": 0,
+        "workers": 1,
+        "served_name": MODEL,
+        "keys": (),
+        "chat_template": None,
+        "max_body_bytes": 64 * 1024,
+        "drain_seconds": 1.0,
+        "log_format": "json",
+        **changes,
+    }
+    return ServerConfig(**values)  # type: ignore[arg-type]
+
+
+@dataclass
+class Service:
+    """An app and the fakes behind it."""
+
+    context: ServerContext
+    engine: FakeEngine
+    tokenizer: Tokenizer
+    client: httpx.AsyncClient  # in-process
+
+    async def post(self, path: str, **fields: object) -> httpx.Response:
+        body = {"model": MODEL, **fields}
+        return await self.client.post(path, json=body)
+
+    async def chat(self, content: str = "hi", **fields: object) -> httpx.Response:
+        return await self.post("/v1/chat/completions", messages=[{"role": "user", "content": content}], **fields)
+
+    async def complete(self, prompt: object = "hi", **fields: object) -> httpx.Response:
+        return await self.post("/v1/completions", prompt=prompt, **fields)
+
+
+@contextlib.asynccontextmanager
+async def running_service(**changes: object) -> AsyncIterator[Service]:
+    tokenizer = make_tokenizer()
+    engine = FakeEngine(tokenizer)
+    template = InProcessTemplate(tokenizer.chat_template)
+    context = build_context(make_config(**changes), engine, tokenizer, template, created=1_700_000_000)
+    transport = httpx.ASGITransport(create_app(context), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://penstock") as client:
+        yield Service(context, engine, tokenizer, client)
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[Service]:
+    async with running_service() as running:
+        yield running
+
+
+@contextlib.asynccontextmanager
+async def listening(context: ServerContext) -> AsyncIterator[str]:
+    """Serve on a free port with uvicorn, as a worker does; yields the base URL."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    config = uvicorn.Config(create_app(context), http="httptools", ws="none", lifespan="off", log_config=None)
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    await until(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        server.force_exit = True
+        await task
+
+
+@pytest.fixture
+async def address(service: Service) -> AsyncIterator[str]:
+    async with listening(service.context) as url:
+        yield url
+
+
+async def until(condition) -> None:
+    """Wait for what another task is about to do."""
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("the condition never came true")

@@ -1,0 +1,111 @@
+"""Who may call what: open without keys, Bearer keys with them, admin routes for admin keys."""
+
+import hashlib
+
+import pytest
+from fastapi import FastAPI
+
+from penstock.errors import ConfigError
+from penstock.server.auth import ApiKey, load_keys
+from penstock.server.endpoint import check_access
+from tests.unit.server.conftest import running_service
+
+CLIENT_KEY, ADMIN_KEY = "sk-client", "sk-admin"
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.fixture
+async def guarded():
+    keys = (ApiKey("alice", digest(CLIENT_KEY)), ApiKey("root", digest(ADMIN_KEY), admin=True))
+    async with running_service(keys=keys) as service:
+        yield service
+
+
+@pytest.mark.parametrize("headers", [{}, bearer("wrong"), bearer(""), {"authorization": "Basic x"}, {"authorization": ""}])
+async def test_without_a_known_key_a_client_route_is_closed(guarded, headers):
+    response = await guarded.client.get("/v1/models", headers=headers)
+    assert response.status_code == 401
+    assert response.json()["error"]["code"] == "invalid_api_key"
+    assert response.headers["www-authenticate"] == "Bearer"
+
+
+async def test_a_body_is_not_read_for_a_stranger(guarded):
+    async def never():
+        raise AssertionError("the body was read")
+        yield b""
+
+    response = await guarded.client.post("/tokenize", content=never(), headers={"content-type": "application/json"})
+    assert response.status_code == 401
+
+
+async def test_a_known_key_opens_client_routes_and_names_the_tenant(guarded):
+    body = {"model": "tiny", "prompt": "x"}
+    response = await guarded.client.post("/v1/completions", json=body, headers=bearer(CLIENT_KEY))
+    assert response.status_code == 200
+    assert guarded.engine.submitted[0].tenant == "alice"
+
+
+async def test_an_admin_route_needs_an_admin_key(guarded):
+    refused = await guarded.client.get("/metrics", headers=bearer(CLIENT_KEY))
+    assert refused.status_code == 403
+    assert refused.json()["error"]["code"] == "permission_denied"
+    assert (await guarded.client.get("/metrics", headers=bearer(ADMIN_KEY))).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/openapi.json", "/live", "/ready"])
+async def test_public_routes_need_no_key(guarded, path):
+    assert (await guarded.client.get(path)).status_code == 200
+
+
+async def test_without_keys_every_route_is_open(service):
+    assert (await service.client.get("/metrics")).status_code == 200
+    assert (await service.client.get("/v1/models")).status_code == 200
+
+
+def test_an_app_with_an_undeclared_route_is_refused():
+    app = FastAPI(openapi_url=None)
+    app.add_api_route("/backdoor", lambda: None)
+    with pytest.raises(RuntimeError, match="/backdoor"):
+        check_access(app.routes)
+
+
+def write(tmp_path, text):
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_keys_are_read_from_a_file(tmp_path):
+    text = f'[[keys]]\nname = "alice"\nsha256 = "{digest("a").upper()}"\n[[keys]]\nname = "b"\nsha256 = "{digest("b")}"\nadmin = true'
+    assert load_keys(write(tmp_path, text)) == (ApiKey("alice", digest("a")), ApiKey("b", digest("b"), admin=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("", "at least one"),
+        ("keys = []", "at least one"),
+        ("[[keys", "TOML"),
+        ('[[keys]]\nname = "a"', "sha256"),
+        ('[[keys]]\nname = "a"\nsha256 = "sk-plain"', "64 hexadecimal"),
+        (f'[[keys]]\nname = "a b"\nsha256 = "{digest("a")}"', "name"),
+        (f'[[keys]]\nname = "a"\nsha256 = "{digest("a")}"\nkey = "x"', "only"),
+        (f'[[keys]]\nname = "a"\nsha256 = "{digest("a")}"\nadmin = "yes"', "admin"),
+        (f'[[keys]]\nname = "a"\nsha256 = "{digest("a")}"\n' * 2, "same name"),
+    ],
+)
+def test_a_wrong_keys_file_is_refused_with_the_reason(tmp_path, text, word):
+    with pytest.raises(ConfigError, match=word):
+        load_keys(write(tmp_path, text))
+
+
+def test_a_missing_keys_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_keys(str(tmp_path / "none.toml"))

@@ -1,0 +1,144 @@
+"""/v1/completions through the real openai client and over plain HTTP."""
+
+import openai
+import pytest
+
+from penstock.engine.messages import TokenEvent
+from penstock.errors import EngineFailed
+from tests.unit.server.conftest import MODEL
+from tests.unit.server.openai_schema import check
+from tests.unit.server.sse import events_in, text_of
+
+ANSWER = "Hello, wörld"
+
+
+@pytest.fixture
+def short(service):
+    """An answer shorter than the default length."""
+    service.engine.script = lambda request: service.engine.say(request, ANSWER)
+    return service
+
+
+async def test_the_openai_client_gets_and_streams_completions(short, address):
+    async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none") as client:
+        whole = await client.completions.create(model=MODEL, prompt="hi")
+        stream = await client.completions.create(model=MODEL, prompt="hi", stream=True)
+        chunks = [chunk async for chunk in stream]
+    assert whole.choices[0].text == ANSWER
+    assert "".join(chunk.choices[0].text for chunk in chunks) == ANSWER
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+async def test_a_whole_answer_fits_the_published_schema(short):
+    check("CreateCompletionResponse", (await short.complete(logprobs=3, n=2)).json())
+
+
+async def test_every_chunk_fits_the_published_schema(short):
+    response = await short.complete(stream=True, stream_options={"include_usage": True}, logprobs=1)
+    *chunks, done = events_in(response.content)
+    assert done == "[DONE]"
+    for chunk in chunks:
+        # The schema describes whole answers only; OpenAI's own chunks hold null here until the last.
+        for choice in chunk["choices"]:
+            choice["finish_reason"] = choice["finish_reason"] or "stop"
+        if chunk["usage"] is None:
+            del chunk["usage"]
+        check("CreateCompletionResponse", chunk)
+
+
+async def test_sixteen_tokens_are_the_default_length(service):
+    service.engine.script = lambda request: service.engine.say(request, "x" * 40)
+    answer = (await service.complete()).json()
+    assert answer["choices"][0] == {"index": 0, "text": "x" * 16, "logprobs": None, "finish_reason": "length"}
+
+
+async def test_a_prompt_may_be_token_ids(short):
+    assert (await short.complete([1, 2, 3])).status_code == 200
+    assert short.engine.submitted[0].prompt == [1, 2, 3]
+
+
+@pytest.mark.parametrize("prompts", [["a", "bc"], [[1, 2], [3]]])
+async def test_several_prompts_give_their_choices_in_order(short, prompts):
+    short.engine.script = lambda request: short.engine.say(request, f"{len(request.prompt)} tokens", cached=1)
+    answer = (await short.complete(prompts, n=2)).json()
+    sizes = [len(request.prompt) for request in short.engine.submitted]
+    assert [choice["text"] for choice in answer["choices"]] == [f"{size} tokens" for size in sizes]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"]["prompt_tokens"] == sizes[0] + sizes[2]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
+
+
+async def test_echo_puts_the_prompt_before_the_answer(short):
+    assert (await short.complete("say: ", echo=True)).json()["choices"][0]["text"] == "say: " + ANSWER
+    streamed = events_in((await short.complete("say: ", echo=True, stream=True)).content)
+    assert text_of(streamed) == "say: " + ANSWER
+
+
+async def test_echo_shows_the_text_of_a_prompt_of_token_ids(short):
+    prompt = short.tokenizer.encode("héllo", add_special=False)
+    assert (await short.complete(prompt, echo=True)).json()["choices"][0]["text"] == "héllo" + ANSWER
+
+
+async def test_echo_with_scores_covers_prompt_and_answer(short):
+    choice = (await short.complete("hé", echo=True, logprobs=0)).json()["choices"][0]
+    scores = choice["logprobs"]
+    assert scores["token_logprobs"][:3] == [None, -1.25, -1.25]
+    assert scores["token_logprobs"][3] == -0.5
+    assert scores["text_offset"][:4] == [0, 1, 1, 2]
+    assert len({len(column) for column in scores.values()}) == 1
+
+
+async def test_a_prompt_can_be_scored_without_an_answer(short):
+    answer = (await short.complete("abc", echo=True, logprobs=0, max_tokens=0)).json()
+    assert answer["choices"][0]["text"] == "abc"
+    assert answer["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.25, -1.25]
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+async def test_offsets_go_on_from_chunk_to_chunk(short):
+    *chunks, _ = events_in((await short.complete(stream=True, logprobs=0)).content)
+    offsets = [offset for chunk in chunks for offset in chunk["choices"][0]["logprobs"]["text_offset"]]
+    assert offsets == [0, 1, 2, 5, 6, 8, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"best_of": 3}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"echo": True, "logprobs": 2}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt"),
+        ({"prompt": [1, 10**9]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": ["a"] * 65, "n": 2}, "prompt"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_by_name(service, fields, param):
+    response = await service.complete(**{"prompt": "hi", **fields})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert service.engine.submitted == []
+
+
+async def test_best_of_n_is_the_same_as_n(short):
+    assert len((await short.complete(n=2, best_of=2)).json()["choices"]) == 2
+
+
+async def test_one_failed_choice_ends_the_whole_answer(short):
+    def script(request):
+        if request.request_id.endswith("-1"):
+            return [EngineFailed("the engine stopped")]
+        return [TokenEvent(request_id=request.request_id, token_ids=[40])] * 1000
+
+    short.engine.script = script
+    response = await short.complete(n=3, max_tokens=500)
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "engine_failed"
+    assert {request_id[-2:] for request_id in short.engine.aborted} >= {"-0", "-2"}

@@ -1,0 +1,88 @@
+"""/live says that the process runs; /ready that work sent now would be done."""
+
+import time
+
+import pytest
+
+from penstock.engine.messages import EngineStats
+
+
+async def not_ready(service):
+    response = await service.client.get("/ready")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "not_ready"
+    return response.json()["error"]["message"]
+
+
+async def test_a_running_process_is_live_whatever_the_engine_does(service):
+    service.engine.info, service.engine.connected = None, False
+    assert (await service.client.get("/live")).json() == {"status": "live"}
+
+
+async def test_a_connected_engine_that_speaks_is_ready(service):
+    assert (await service.client.get("/ready")).json() == {"status": "ready"}
+
+
+async def test_a_starting_engine_is_not_ready(service):
+    service.engine.info = None
+    assert "starting" in await not_ready(service)
+
+
+async def test_a_restarting_engine_is_not_ready(service):
+    service.engine.connected = False
+    assert "restarting" in await not_ready(service)
+
+
+async def test_a_silent_engine_is_not_ready(service):
+    service.engine.stats_age_seconds = 6.5
+    assert "6.5 s" in await not_ready(service)
+
+
+async def test_a_busy_engine_may_be_silent_for_the_length_of_a_step(service):
+    service.engine.stats = EngineStats(num_running=1)
+    service.engine.stats_age_seconds = 6.5
+    assert (await service.client.get("/ready")).status_code == 200
+    service.engine.stats_age_seconds = 31.0
+    assert "31.0 s" in await not_ready(service)
+
+
+async def test_a_draining_server_is_not_ready(service):
+    service.context.answers.draining = True
+    assert "draining" in await not_ready(service)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Return a function that moves the monotonic clock on."""
+    shift = 0.0
+    real = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: real() + shift)
+
+    def advance(seconds):
+        nonlocal shift
+        shift += seconds
+
+    return advance
+
+
+async def test_an_engine_with_work_and_no_step_is_not_ready(service, clock):
+    service.engine.stats = EngineStats(num_running=1, num_steps=7)
+    assert (await service.client.get("/ready")).status_code == 200
+    clock(31)
+    assert "no step" in await not_ready(service)
+    service.engine.stats = EngineStats(num_running=1, num_steps=8)
+    assert (await service.client.get("/ready")).status_code == 200
+
+
+async def test_an_idle_engine_needs_no_steps(service, clock):
+    service.engine.stats = EngineStats(num_running=0, num_steps=7)
+    for _ in range(3):
+        assert (await service.client.get("/ready")).status_code == 200
+        clock(100)
+
+
+async def test_work_after_a_long_rest_is_not_a_hang(service, clock):
+    for num_running, num_steps in ((0, 0), (1, 0), (1, 3), (0, 4), (1, 4)):
+        service.engine.stats = EngineStats(num_running=num_running, num_steps=num_steps)
+        assert (await service.client.get("/ready")).status_code == 200
+        clock(1000)

@@ -1,0 +1,110 @@
+"""Text as it streams: whole characters, no trace of a stop string, scores where their text is."""
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.messages import TokenEvent, TokenLogprob
+from penstock.request import FinishReason, SamplingParams
+from penstock.server.text_assembly import TextAssembler
+from tests.fakes.tiny_tokenizer import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+TEXTS = st.text(st.sampled_from("abé漢🙂👨‍👩‍👧 \n") | st.characters(codec="utf-8"), max_size=30)
+SHORT = st.text("ab🙂", min_size=1, max_size=3)
+
+
+def chunks_of(token_ids, sizes):
+    """Cut the ids into events of these sizes, cycling."""
+    start = 0
+    for size in itertools.cycle(sizes):
+        yield token_ids[start : start + size]
+        start += size
+        if start >= len(token_ids):
+            return
+
+
+def assemble(text, sizes, **fields):
+    """Run a text's tokens through an assembler; return it and its pieces."""
+    token_ids = TOKENIZER.encode(text, add_special=False)
+    params = SamplingParams(**fields)
+    assembler = TextAssembler(TOKENIZER, params)
+    pieces = []
+    chunks = list(chunks_of(token_ids, sizes))
+    for number, chunk in enumerate(chunks, start=1):
+        event = TokenEvent(request_id="r", token_ids=chunk)
+        if params.logprobs is not None:
+            event.logprobs = [TokenLogprob(token_id, -1.0) for token_id in chunk]
+        if number == len(chunks):
+            event.finish = FinishReason.LENGTH
+        pieces.append(assembler.push(event))
+        if assembler.finish is not None:
+            break
+    return assembler, pieces
+
+
+sizes = st.lists(st.integers(1, 5), min_size=1, max_size=4)
+
+
+@given(TEXTS, sizes)
+def test_no_piece_holds_half_a_character_however_tokens_are_cut(text, sizes):
+    _, pieces = assemble(text, sizes)
+    assert "".join(piece.text for piece in pieces) == text
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece.text for piece in pieces) or "\N{REPLACEMENT CHARACTER}" in text
+
+
+@given(st.text("ab🙂", max_size=30), st.lists(SHORT, min_size=1, max_size=3), sizes)
+@settings(max_examples=200)
+def test_the_text_ends_where_the_first_stop_string_is_complete(text, stops, sizes):
+    assembler, pieces = assemble(text, sizes, stop=tuple(stops))
+    shown = "".join(piece.text for piece in pieces)
+    ends = [end for end in range(1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    if not ends:
+        assert shown == text
+        assert assembler.finish is FinishReason.LENGTH
+        return
+    longest = max((stop for stop in stops if text[: ends[0]].endswith(stop)), key=len)
+    assert shown == text[: ends[0] - len(longest)]
+    assert assembler.finish is FinishReason.STOP
+    assert assembler.num_tokens == tokens_to_reach(text, ends[0])
+
+
+def tokens_to_reach(text, num_characters):
+    """Return how many tokens hold the first characters of a text."""
+    data = b""
+    for count, token_id in enumerate(TOKENIZER.encode(text, add_special=False), start=1):
+        data += TOKENIZER.token_bytes(token_id)
+        if len(data.decode(errors="ignore")) >= num_characters:
+            return count
+    raise AssertionError("the text is shorter")
+
+
+@given(TEXTS, st.lists(SHORT, max_size=2), sizes)
+@settings(max_examples=200)
+def test_scores_leave_with_the_text_they_belong_to(text, stops, sizes):
+    assembler, pieces = assemble(text, sizes, stop=tuple(stops), logprobs=0)
+    shown = ""
+    for piece in pieces:
+        for token in piece.tokens:
+            assert len(shown) <= token.offset <= len(shown) + len(piece.text)
+        shown += piece.text
+    tokens = [token.score.token_id for piece in pieces for token in piece.tokens]
+    assert TOKENIZER.decode(tokens).startswith(shown)
+    if assembler.finish is FinishReason.LENGTH:
+        assert TOKENIZER.decode(tokens) == shown
+
+
+def test_an_incomplete_character_at_the_end_is_shown_as_such():
+    assembler = TextAssembler(TOKENIZER, SamplingParams())
+    half = TOKENIZER.encode("é", add_special=False)[:1]
+    piece = assembler.push(TokenEvent(request_id="r", token_ids=half, finish=FinishReason.LENGTH))
+    assert piece.text == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_a_partial_stop_string_is_shown_once_nothing_can_complete_it():
+    assembler = TextAssembler(TOKENIZER, SamplingParams(stop=("xyz",)))
+    first = assembler.push(TokenEvent(request_id="r", token_ids=TOKENIZER.encode("axy", add_special=False)))
+    last = assembler.push(TokenEvent(request_id="r", finish=FinishReason.LENGTH))
+    assert (first.text, last.text) == ("a", "xy")
+    assert last.finish is FinishReason.LENGTH
