@@ -1,6 +1,6 @@
 """RMS norms and rotary embedding: the small operations between the matrix products.
 
-Plain torch, right on every device and dtype. A fused kernel goes in behind the same function. Knows tensors only.
+Plain torch, right on every device and dtype; on CUDA a fused kernel stands behind the norms. Knows tensors only.
 """
 
 import torch
@@ -12,6 +12,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     x: [..., n]; weight: float32, [n] or any shape that broadcasts against x, such as [heads, n].
     """
+    if x.is_cuda:
+        from penstock.kernels.triton import norm
+
+        return norm.rms_norm(x, weight, eps)
     if x.dtype == torch.float32:
         return torch.rms_norm(x, x.shape[-1:], eps=eps).mul_(weight)
     return torch.rms_norm(x.float(), x.shape[-1:], eps=eps).mul_(weight).to(x.dtype)
@@ -19,6 +23,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add x to the residual stream in place and return the norm of the sum. x, residual: [tokens, hidden]."""
+    if x.is_cuda:
+        from penstock.kernels.triton import norm
+
+        return norm.add_rms_norm(x, residual, weight, eps)
     return rms_norm(residual.add_(x), weight, eps)
 
 

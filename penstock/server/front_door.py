@@ -47,6 +47,7 @@ class FrontDoor:
         try:
             await self._app(scope, receive, send_with_identity)
         except ClientDisconnect:
+            record.finish = "abort"
             record.status = record.status or CLIENT_GONE_STATUS
         except Exception as error:
             _logger.exception("unexpected failure (request %s)", record.request_id)

@@ -10,6 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from penstock.kernels.norm_rope import apply_rope, rms_norm
+
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
@@ -21,6 +23,14 @@ class LayerAttention:
     scale: float
     window: int | None = None  # a token sees itself and the window - 1 before it; None: all
     softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """An RMS norm over each query and key head."""
+
+    weight: Tensor  # float32 [query heads + key heads, head_dim]
+    eps: float
 
 
 @dataclass(slots=True)
@@ -73,3 +83,16 @@ class AttentionBackend(ABC):
 
         q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. Returns [tokens, heads * head_dim].
         """
+
+    def run_heads(self, heads: Tensor, rotation: Tensor, norm: HeadNorm | None, layer: int) -> Tensor:
+        """Norm and rotate the heads of a fused projection, then `run`. A backend may do all of it in one kernel.
+
+        heads: [tokens, query + key + value heads, head_dim], which the backend may overwrite; rotation: as for
+        `apply_rope`. Returns [tokens, heads * head_dim].
+        """
+        shape = self.layers[layer]
+        rotated, v = heads.split((shape.num_heads + shape.num_kv_heads, shape.num_kv_heads), dim=1)
+        if norm is not None:
+            rotated = rms_norm(rotated, norm.weight, norm.eps)
+        apply_rope(rotated, rotation)
+        return self.run(rotated[:, : shape.num_heads], rotated[:, shape.num_heads :], v, layer)

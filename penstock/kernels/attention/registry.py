@@ -12,6 +12,7 @@ from penstock.registry import Registry
 BACKENDS: Registry[type[AttentionBackend]] = Registry(
     "attention backend",
     {
+        "triton": "penstock.kernels.attention.triton_paged:TritonPagedAttention",
         "reference": "penstock.kernels.attention.reference:ReferenceAttention",
     },
 )

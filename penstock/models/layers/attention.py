@@ -1,12 +1,11 @@
-"""Self-attention around a backend: projections, norms of heads, rotation.
+"""Self-attention around a backend: the two projections.
 
-Knows nothing of the cache: the backend writes keys and values and reads them back.
+Knows nothing of the cache: the backend norms and rotates heads, writes keys and values and reads them back.
 """
 
 from torch import Tensor
 
-from penstock.kernels.attention.interface import AttentionBackend
-from penstock.kernels.norm_rope import apply_rope
+from penstock.kernels.attention.interface import AttentionBackend, HeadNorm
 from penstock.models.layers.linear import Linear
 from penstock.models.layers.norm import Norm
 from penstock.parallel.collectives import all_reduce
@@ -31,19 +30,13 @@ class Attention:
         self.layer = layer
         self.qkv = qkv
         self.output = output
-        self.head_norm = head_norm  # weight [query heads + key heads, head_dim]
+        # weight: [query heads + key heads, head_dim]
+        self.head_norm = None if head_norm is None else HeadNorm(head_norm.weight, head_norm.eps)
         self.group = group
         self._heads_shape = (num_heads + 2 * num_kv_heads, head_dim)
-        self._num_heads = num_heads
-        self._num_rotated = num_heads + num_kv_heads
 
     def forward(self, x: Tensor, rotations: Tensor, attention: AttentionBackend) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
         heads = self.qkv.apply(x).view(-1, *self._heads_shape)  # [tokens, query + key + value heads, head_dim]
-        rotated, v = heads[:, : self._num_rotated], heads[:, self._num_rotated :]
-        if self.head_norm is not None:
-            rotated = self.head_norm.apply(rotated)
-        apply_rope(rotated, rotations)
-        q, k = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
-        mixed = attention.run(q, k, v, self.layer)  # [tokens, heads * head_dim]
+        mixed = attention.run_heads(heads, rotations, self.head_norm, self.layer)  # [tokens, heads * head_dim]
         return all_reduce(self.output.apply(mixed), self.group)

@@ -29,7 +29,7 @@ class Measurement:
 
     sent: float
     ended: float = 0.0
-    token_times: array[float] = field(default_factory=lambda: array("d"))
+    token_times: "array[float]" = field(default_factory=lambda: array("d"))
     error: str | None = None  # a kind, few in number: what reports count by
     error_text: str = ""
     input_tokens: int | None = None

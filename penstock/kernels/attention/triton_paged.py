@@ -1,0 +1,155 @@
+"""Paged attention by the kernels of `kernels.triton`: nothing to install beside torch, nothing to plan on the host.
+
+A step is cut in two: slices of one token run the decode kernel, the others the prefill kernel. `prepare` of a step that
+has no prefill neither waits for the device nor copies to it, so such a step can be captured in a CUDA graph once it has
+run outside of one. Knows tensors, blocks and lengths.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.attention.interface import AttentionBackend, AttentionStep, Capability, HeadNorm, LayerAttention
+
+if TYPE_CHECKING:
+    from penstock.kernels.triton.paged_decode import DecodeWorkspace, Splits
+
+
+class TritonPagedAttention(AttentionBackend):
+    supports: ClassVar[Capability] = Capability(
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        head_dims=frozenset({16, 32, 64, 80, 96, 128, 256}),
+    )
+
+    def __init__(self, layers: list[LayerAttention], kv_pool: list[Tensor]) -> None:
+        super().__init__(layers, kv_pool)
+        device = kv_pool[0].device
+        is_cuda = device.type == "cuda"
+        # Where no prompt of a step has anything cached, keys and values are at hand without the pool: torch's own
+        # flash attention may read them from the projection.
+        self.prefers_contiguous = is_cuda and kv_pool[0].dtype != torch.float32
+        self._num_multiprocessors = (
+            torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1
+        )
+        # The widest layer's. A workspace that became too small stays: a captured graph may still use it.
+        self._largest = max(layers, key=lambda layer: layer.num_heads * layer.head_dim)
+        self._workspaces: list[DecodeWorkspace] = []
+
+    def prepare(self, step: AttentionStep) -> None:
+        assert step.lens is not None and step.starts is not None
+        self._step = step
+        self._lens, self._starts = step.lens, step.starts
+        if step.num_decodes:
+            self._splits = self._split(step)
+        self._tiles: dict[int, Tensor] = {}
+        self._is_contiguous = False
+        if len(step.context_lens) > step.num_decodes:
+            self._prepare_prefill(step)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        keys, values = self.kv_pool[layer].flatten(1, 2)  # [slots, kv_heads, head_dim] each
+        keys[self._step.slots] = k.to(keys.dtype)
+        values[self._step.slots] = v.to(values.dtype)
+        return self._attend(q, k, v, layer)
+
+    def run_heads(self, heads: Tensor, rotation: Tensor, norm: HeadNorm | None, layer: int) -> Tensor:
+        from penstock.kernels.triton.rope_cache import rotate_and_cache
+
+        shape = self.layers[layer]
+        rotate_and_cache(
+            heads,
+            rotation,
+            None if norm is None else (norm.weight, norm.eps),
+            self._step.slots,
+            self.kv_pool[layer],
+            num_heads=shape.num_heads,
+        )
+        sizes = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        return self._attend(*heads.split(sizes, dim=1), layer)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], already in the pool."""
+        from penstock.kernels.triton.paged_decode import paged_decode
+
+        shape, step = self.layers[layer], self._step
+        out = q.new_empty(len(q), shape.num_heads * shape.head_dim)
+        num_decodes = step.num_decodes
+        if num_decodes:
+            paged_decode(
+                q[:num_decodes],
+                self.kv_pool[layer],
+                step.block_tables,
+                self._lens,
+                out[:num_decodes],
+                shape,
+                self._splits,
+                self._workspaces[-1],
+            )
+        if num_decodes < len(q) and self._is_contiguous and shape.softcap is None:
+            self._attend_contiguous(q[num_decodes:], k[num_decodes:], v[num_decodes:], out[num_decodes:], shape)
+        elif num_decodes < len(q):
+            self._attend_paged(q, out, layer)
+        return out
+
+    def _attend_paged(self, q: Tensor, out: Tensor, layer: int) -> None:
+        from penstock.kernels.triton.paged_prefill import paged_prefill, prefill_tile
+
+        shape, pool, step = self.layers[layer], self.kv_pool[layer], self._step
+        tile = prefill_tile(shape, pool.dtype)
+        tile_tokens = tile.tokens(shape)
+        if tile_tokens not in self._tiles:
+            self._tiles[tile_tokens] = self._list_tiles(tile_tokens)
+        tiles = self._tiles[tile_tokens]
+        paged_prefill(q, pool, step.block_tables, self._lens, self._starts, tiles, out, shape, tile)
+
+    def _attend_contiguous(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, shape: LayerAttention) -> None:
+        """Attend within the packed prompts themselves."""
+        attend: Callable[..., tuple[Tensor, ...]] = torch.ops.aten._flash_attention_forward
+        found = attend(
+            q,
+            k,
+            v,
+            self._prompt_starts,
+            self._prompt_starts,
+            self._longest_prompt,
+            self._longest_prompt,
+            0.0,
+            True,
+            False,
+            scale=shape.scale,
+            window_size_left=None if shape.window is None else shape.window - 1,
+            window_size_right=None if shape.window is None else 0,
+        )[0]
+        out.copy_(found.flatten(1))
+
+    def _split(self, step: AttentionStep) -> "Splits":
+        from penstock.kernels.triton.paged_decode import DecodeWorkspace, choose_splits
+
+        layer, num_decodes = self._largest, step.num_decodes
+        max_context = step.block_tables.shape[1] * self.kv_pool[0].shape[2]
+        splits = choose_splits(num_decodes, layer.num_kv_heads, max_context, self._num_multiprocessors)
+        if not self._workspaces or not self._workspaces[-1].fits(num_decodes, splits, layer):
+            self._workspaces.append(DecodeWorkspace.of(num_decodes, splits, layer, step.block_tables.device))
+        return splits
+
+    def _prepare_prefill(self, step: AttentionStep) -> None:
+        first = step.num_decodes
+        sizes = [stop - start for start, stop in zip(step.query_starts[first:], step.query_starts[first + 1 :], strict=False)]
+        self._is_contiguous = self.prefers_contiguous and sizes == step.context_lens[first:]
+        if self._is_contiguous:
+            self._prompt_starts = self._starts[first:] - first
+            self._longest_prompt = max(sizes)
+
+    def _list_tiles(self, tile_tokens: int) -> Tensor:
+        from penstock.kernels.triton.paged_prefill import list_tiles
+
+        step = self._step
+        first = step.num_decodes
+        tiles = list_tiles(step.query_starts[first:], step.context_lens[first:], tile_tokens)
+        tiles[:, 0] += first
+        listed = torch.from_numpy(tiles)
+        device = step.block_tables.device
+        return listed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else listed

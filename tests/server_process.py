@@ -1,0 +1,127 @@
+"""A real `penstock serve` in processes of its own, for end-to-end and fault tests."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+TINY_CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 32,
+    "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 1, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def write_tiny_model(folder: Path) -> Path:
+    """A bare config.json: served with --load-format dummy."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(TINY_CONFIG))
+    return folder
+
+
+class ServerProcess:
+    """One running server. Use as a context manager; leaves no process behind."""
+
+    def __init__(self, *arguments: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+        self.started = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "penstock", "serve", *arguments, "--port", "0"],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True,
+        )  # fmt: skip
+        self.lines: list[str] = []
+        self.url = ""
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_ready(self, seconds: float = 120.0) -> "ServerProcess":
+        assert self._ready.wait(seconds), f"the server did not start:\n{self.output}"
+        assert self.url, f"the server ended:\n{self.output}"
+        return self
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            found = re.search(r"Look:\s+(http://\S+?)/\s", line)
+            if found:
+                self.url = found[1]
+            if line.startswith("curl "):
+                self._ready.set()
+        self._ready.set()
+
+    def children(self, module: str) -> list[int]:
+        """Process ids of this server's children that run a module."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                try:
+                    command = (folder / "cmdline").read_bytes().split(b"\0")
+                    parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                except (OSError, IndexError):
+                    continue
+                if parent == self.process.pid and module.encode() in command:
+                    found.append(int(folder.name))
+        return found
+
+    @property
+    def engine_pid(self) -> int:
+        return self.children("penstock.engine.process")[0]
+
+    @property
+    def worker_pid(self) -> int:
+        return self.children("penstock.server.worker")[0]
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=10) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def metric(self, name: str) -> float:
+        _, text = self.get("/metrics")
+        found = re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        assert found, f"no metric {name}"
+        return float(found[1])
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 60.0) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(seconds)
+
+    def __enter__(self) -> "ServerProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+        self._reader.join(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def until(condition, seconds: float, what: str) -> float:
+    """Wait until the condition holds; return how long it took."""
+    began = time.monotonic()
+    while time.monotonic() - began < seconds:
+        try:
+            if condition():
+                return time.monotonic() - began
+        except (OSError, AssertionError):
+            pass
+        time.sleep(0.02)
+    raise AssertionError(f"{what} did not happen within {seconds} s")

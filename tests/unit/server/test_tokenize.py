@@ -1,0 +1,61 @@
+"""/tokenize and /detokenize."""
+
+import pytest
+
+TEXT = "hello wörld 🙂"
+
+
+async def test_a_text_becomes_its_token_ids_and_back(service):
+    tokens = (await service.post("/tokenize", prompt=TEXT)).json()
+    assert tokens["tokens"] == service.tokenizer.encode(TEXT, add_special=True)
+    assert tokens["count"] == len(tokens["tokens"])
+    assert tokens["max_context_tokens"] == 512
+    assert (await service.post("/detokenize", tokens=tokens["tokens"])).json() == {"prompt": TEXT}
+
+
+async def test_messages_go_through_the_chat_template(service):
+    messages = [{"role": "user", "content": "x"}]
+    tokens = (await service.post("/tokenize", messages=messages)).json()["tokens"]
+    expected = "<|start|>user\nx<|end|>\n<|start|>assistant\n"
+    assert (await service.post("/detokenize", tokens=tokens)).json() == {"prompt": expected}
+
+
+async def test_each_tokens_text_is_told_when_asked_for(service):
+    assert (await service.post("/tokenize", prompt="hello", return_token_strs=True)).json()["token_strs"] == ["he", "llo"]
+
+
+async def test_the_model_may_be_left_out(service):
+    assert (await service.client.post("/tokenize", json={"prompt": "x"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [10**9]}, "tokens"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+    ],
+)
+async def test_wrong_requests_are_refused_by_name(service, path, fields, param):
+    response = await service.post(path, **fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+async def test_a_long_text_does_not_hold_up_the_event_loop(service, monkeypatch):
+    import threading
+
+    threads = []
+    encode = service.tokenizer.encode
+
+    def noted(text, *, add_special):
+        threads.append(threading.current_thread())
+        return encode(text, add_special=add_special)
+
+    monkeypatch.setattr(service.tokenizer, "encode", noted)
+    await service.post("/tokenize", prompt="x" * 20_000)
+    await service.post("/tokenize", prompt="x")
+    assert [thread is threading.main_thread() for thread in threads] == [False, True]
