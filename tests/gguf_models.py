@@ -129,6 +129,12 @@ def _pairs_together(array: Array, num_heads: int) -> Array:
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
 
 
+def halves_apart(array: Array, num_heads: int) -> Array:
+    """What `_pairs_together` undoes: neighbours of each head half a head apart."""
+    pairs = array.reshape(num_heads, array.shape[0] // num_heads // 2, 2, *array.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(array.shape))
+
+
 def _rope_factors(model: PreTrainedModel) -> dict[str, Array]:
     rope = model.config.rope_parameters
     if rope.get("rope_type") == "longrope":

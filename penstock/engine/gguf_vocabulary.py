@@ -130,9 +130,8 @@ class _Builder:
             token = self.tokens[token_id]
             if self.types[token_id] == _NORMAL:
                 for cut in range(1, len(token)):
-                    left, right = token[:cut], token[cut:]
-                    if left in pieces and right in pieces:
-                        merges.append((left, right))
+                    if token[:cut] in pieces and token[cut:] in pieces:
+                        merges.append((token[:cut], token[cut:]))
         return merges
 
     def _add_tokens(self, backend: tokenizers.Tokenizer) -> None:

@@ -1,6 +1,6 @@
 """Gated activations of feed-forward layers.
 
-Plain torch, right on every device and dtype; on CUDA a fused kernel stands behind the same function. Knows tensors only.
+Plain torch, right on every device and dtype; on CUDA a fused kernel stands behind each function. Knows tensors only.
 """
 
 from torch import Tensor

@@ -77,7 +77,7 @@ def _q8_0(blocks: Tensor) -> Tensor:
     return _half(blocks, 0) * blocks[:, 2:34].view(torch.int8).to(torch.float32)
 
 
-def _scales_and_mins(packed: Tensor) -> tuple[Tensor, Tensor]:
+def scales_and_mins(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Eight 6-bit scales and eight 6-bit mins out of 12 bytes. [blocks, 12] -> two of [blocks, 8, 1]
 
     The first four of each lie in the low bits of bytes 0-3 and 4-7; the last four have their low nibbles in bytes
@@ -91,7 +91,7 @@ def _scales_and_mins(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 def _scaled_groups(blocks: Tensor, q: Tensor) -> Tensor:
     """The K types' two-level scales: (d * scale) * q - (m * min) for 8 groups of 32. q: [blocks, 8, 32]"""
-    scales, mins = _scales_and_mins(blocks[:, 4:16])
+    scales, mins = scales_and_mins(blocks[:, 4:16])
     d, m = _half(blocks, 0).unsqueeze(-1), _half(blocks, 2).unsqueeze(-1)
     return ((d * scales) * q.to(torch.float32) - (m * mins)).flatten(1)
 

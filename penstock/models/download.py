@@ -152,12 +152,17 @@ def _read(response: http.client.HTTPResponse, max_bytes: int) -> bytes:
 
 
 def _tls_context() -> ssl.SSLContext:
-    bundle = next((os.environ[name] for name in _CERTIFICATE_VARIABLES if os.environ.get(name)), None)
-    if bundle is None:
+    """Trust what the user's other tools are told to trust."""
+    variable = next((name for name in _CERTIFICATE_VARIABLES if os.environ.get(name)), None)
+    if variable is None:
         return ssl.create_default_context()
-    if Path(bundle).is_dir():
-        return ssl.create_default_context(capath=bundle)
-    return ssl.create_default_context(cafile=bundle)
+    bundle = os.environ[variable]
+    try:
+        if Path(bundle).is_dir():
+            return ssl.create_default_context(capath=bundle)
+        return ssl.create_default_context(cafile=bundle)
+    except OSError as error:
+        raise ModelError(f"{variable} names {bundle}, which holds no usable certificates ({error.strerror})") from error
 
 
 def _range_start(response: http.client.HTTPResponse) -> int | None:

@@ -121,6 +121,7 @@ async def _start_template(text: str | None, tokenizer: Tokenizer) -> ChatTemplat
 
 def main() -> int:
     setup = decode_worker_setup(sys.stdin.buffer.read())
+    os.set_inheritable(setup.listen_fd, False)  # or the template process would keep it open behind us
     configure_logging(setup.config.log_format, process=setup.identity)
     # An interrupt from the terminal reaches every process: what it means is the supervisor's to say.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

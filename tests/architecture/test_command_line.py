@@ -8,7 +8,9 @@ import typer.main
 from penstock.cli import app
 from penstock.config import Options, flag
 
-COMMANDS = ["serve", "pull", "models", "chat", "generate", "explain", "doctor", "version"]
+COMMANDS = ["serve", "pull", "models", "chat", "generate", "explain", "doctor", "version", "bench"]
+# Groups of commands for those who develop or operate; their flags are their own.
+GROUPS = {"bench": ["serve", "offline", "compare"]}
 
 OPTIONS = [
     "model",
@@ -52,14 +54,56 @@ OWN_FLAGS = {
     "doctor": ["--json"],
     "version": [],
     "serve": [],
+    "bench": [],  # it has commands of its own
+}
+# Of a load generator, not of Penstock: they are not among its options.
+BENCH_FLAGS = {
+    "serve": [
+        "--url",
+        "--api-key",
+        "--model",
+        "--workload",
+        "--shape",
+        "--shared-tokens",
+        "--trace",
+        "--speed",
+        "--limit",
+        "--rate",
+        "--rates",
+        "--concurrency",
+        "--seed",
+        "--warmup",
+        "--text",
+        "--chat",
+        "--temperature",
+        "--ignore-eos",
+        "--slo-ttft",
+        "--slo-tpot",
+        "--json",
+        "--html",
+    ],
+    "offline": [
+        "--workload",
+        "--shape",
+        "--shared-tokens",
+        "--limit",
+        "--seed",
+        "--warmup",
+        "--temperature",
+        "--ignore-eos",
+        "--json",
+    ],
+    "compare": [],
 }
 MAX_FLAGS = 40
 
 
-def flags_of(command: str) -> list[str]:
+def flags_of(command: str, *inner: str) -> list[str]:
     """Return the long flags of a command, switches by their positive name."""
-    group = typer.main.get_command(app)
-    parameters = group.commands[command].params  # type: ignore[attr-defined]
+    found = typer.main.get_command(app)
+    for name in (command, *inner):
+        found = found.commands[name]  # type: ignore[attr-defined]
+    parameters = found.params
     return [item.opts[-1] for item in parameters if item.param_type_name == "option" and item.opts[-1] != "--help"]
 
 
@@ -68,7 +112,10 @@ def test_the_options_are_frozen() -> None:
 
 
 def test_the_commands_are_frozen() -> None:
-    assert list(typer.main.get_command(app).commands) == COMMANDS  # type: ignore[attr-defined]
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert list(commands) == [*COMMANDS, *GROUPS]
+    for name, members in GROUPS.items():
+        assert list(commands[name].commands) == members
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -86,3 +133,14 @@ def test_serve_and_explain_take_every_option() -> None:
 
 def test_there_are_at_most_40_flags_in_all() -> None:
     assert len({name for command in COMMANDS for name in flags_of(command)}) <= MAX_FLAGS
+
+
+@pytest.mark.parametrize("command", BENCH_FLAGS)
+def test_the_benchmarks_own_flags_are_frozen(command: str) -> None:
+    table = {flag(name) for name in OPTIONS if name != "model"} | {"--config"}
+    assert [item for item in flags_of("bench", command) if item not in table] == BENCH_FLAGS[command]
+
+
+def test_the_benchmarks_are_frozen() -> None:
+    bench = typer.main.get_command(app).commands["bench"]  # type: ignore[attr-defined]
+    assert list(bench.commands) == list(BENCH_FLAGS)

@@ -201,3 +201,8 @@ def test_chat_hands_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_python_can_run_the_package(tmp_path: Path) -> None:
     result = subprocess.run([sys.executable, "-m", "penstock", "version"], capture_output=True, text=True, check=True)
     assert result.stdout == f"penstock {penstock.__version__}\n"
+
+
+def test_the_package_run_by_python_ends_with_the_commands_status() -> None:
+    command = [sys.executable, "-m", "penstock", "serve", "--port", "eighty"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 2

@@ -6,6 +6,7 @@ run outside of one. Knows tensors, blocks and lengths.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -75,8 +76,11 @@ class TritonPagedAttention(AttentionBackend):
         from penstock.kernels.triton.paged_decode import paged_decode
 
         shape, step = self.layers[layer], self._step
-        out = q.new_empty(len(q), shape.num_heads * shape.head_dim)
         num_decodes = step.num_decodes
+        is_contiguous = self._is_contiguous and shape.softcap is None
+        if is_contiguous and num_decodes == 0:
+            return self._attend_contiguous(q, k, v, shape)
+        out = q.new_empty(len(q), shape.num_heads * shape.head_dim)
         if num_decodes:
             paged_decode(
                 q[:num_decodes],
@@ -88,8 +92,8 @@ class TritonPagedAttention(AttentionBackend):
                 self._splits,
                 self._workspaces[-1],
             )
-        if num_decodes < len(q) and self._is_contiguous and shape.softcap is None:
-            self._attend_contiguous(q[num_decodes:], k[num_decodes:], v[num_decodes:], out[num_decodes:], shape)
+        if is_contiguous:
+            out[num_decodes:] = self._attend_contiguous(q[num_decodes:], k[num_decodes:], v[num_decodes:], shape)
         elif num_decodes < len(q):
             self._attend_paged(q, out, layer)
         return out
@@ -105,10 +109,10 @@ class TritonPagedAttention(AttentionBackend):
         tiles = self._tiles[tile_tokens]
         paged_prefill(q, pool, step.block_tables, self._lens, self._starts, tiles, out, shape, tile)
 
-    def _attend_contiguous(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, shape: LayerAttention) -> None:
-        """Attend within the packed prompts themselves."""
+    def _attend_contiguous(self, q: Tensor, k: Tensor, v: Tensor, shape: LayerAttention) -> Tensor:
+        """Attend within the packed prompts themselves. Returns [tokens, heads * head_dim]."""
         attend: Callable[..., tuple[Tensor, ...]] = torch.ops.aten._flash_attention_forward
-        found = attend(
+        outcome = attend(
             q,
             k,
             v,
@@ -122,8 +126,8 @@ class TritonPagedAttention(AttentionBackend):
             scale=shape.scale,
             window_size_left=None if shape.window is None else shape.window - 1,
             window_size_right=None if shape.window is None else 0,
-        )[0]
-        out.copy_(found.flatten(1))
+        )
+        return outcome[0].flatten(1)
 
     def _split(self, step: AttentionStep) -> "Splits":
         from penstock.kernels.triton.paged_decode import DecodeWorkspace, choose_splits
@@ -137,7 +141,7 @@ class TritonPagedAttention(AttentionBackend):
 
     def _prepare_prefill(self, step: AttentionStep) -> None:
         first = step.num_decodes
-        sizes = [stop - start for start, stop in zip(step.query_starts[first:], step.query_starts[first + 1 :], strict=False)]
+        sizes = [stop - start for start, stop in pairwise(step.query_starts[first:])]
         self._is_contiguous = self.prefers_contiguous and sizes == step.context_lens[first:]
         if self._is_contiguous:
             self._prompt_starts = self._starts[first:] - first

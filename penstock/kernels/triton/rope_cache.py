@@ -45,11 +45,10 @@ def _rope_cache_kernel(
         x = tl.where(is_turned, x * scale[:, None] * weight, x)
 
     # Dimensions past the rotary ones, and values, turn by nothing.
-    pair = tl.arange(0, BLOCK // 2)[None, :]
-    turn_ptr = rotation_ptr + token * rotation_stride + 2 * pair
-    turns = is_turned & (pair < ROTARY // 2)  # [HEADS, BLOCK / 2]
-    cos = tl.load(turn_ptr + tl.zeros_like(head), mask=turns, other=1.0)
-    sin = tl.load(turn_ptr + tl.zeros_like(head) + 1, mask=turns, other=0.0)
+    turn = tl.load(rotation_ptr + token * rotation_stride + dim, mask=dim < ROTARY, other=0.0)
+    cos, sin = tl.split(tl.reshape(turn, (1, BLOCK // 2, 2)))  # [1, BLOCK / 2]
+    turns = is_turned & (tl.arange(0, BLOCK // 2)[None, :] < ROTARY // 2)  # [HEADS, BLOCK / 2]
+    cos, sin = tl.where(turns, cos, 1.0), tl.where(turns, sin, 0.0)
     real, imaginary = tl.split(tl.reshape(x, (HEADS, BLOCK // 2, 2)))
     turned = tl.join(real * cos - imaginary * sin, real * sin + imaginary * cos)
     x = tl.reshape(turned, (HEADS, BLOCK)).to(heads_ptr.dtype.element_ty)

@@ -12,6 +12,8 @@ from penstock.registry import Registry
 FORMATS: Registry[type[WeightFormat]] = Registry(
     "weight format",
     {
+        "q4": "penstock.models.quant.q4:Q4Format",
+        "int8": "penstock.models.quant.int8:Int8Format",
         "dense": "penstock.models.quant.dense:DenseFormat",
     },
 )

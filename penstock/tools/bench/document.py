@@ -109,9 +109,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number of a run that is worth comparing."""
+    """One number of a run that is worth comparing. Those with a `short` name are the ones to look at first."""
 
     name: str
+    short: str | None
     lower_is_better: bool
     of: Callable[[Run], float | None]
 
@@ -127,18 +128,18 @@ def _positive(value: float) -> float | None:
 
 
 FIGURES = (
-    Figure("TTFT p50, ms", True, lambda run: _at(run.ttft_ms, "p50")),
-    Figure("TTFT p99, ms", True, lambda run: _at(run.ttft_ms, "p99")),
-    Figure("time per token p50, ms", True, lambda run: _at(run.time_per_token_ms, "p50")),
-    Figure("time per token p99, ms", True, lambda run: _at(run.time_per_token_ms, "p99")),
-    Figure("inter-token p99, ms", True, lambda run: _at(run.inter_token_ms, "p99")),
-    Figure("end to end p50, ms", True, lambda run: _at(run.end_to_end_ms, "p50")),
-    Figure("end to end p99, ms", True, lambda run: _at(run.end_to_end_ms, "p99")),
-    Figure("decode, ms per token", True, lambda run: run.decode_ms_per_token),
-    Figure("requests/s", False, lambda run: _positive(run.requests_per_second)),
-    Figure("goodput, requests/s", False, lambda run: run.goodput.requests_per_second if run.goodput else None),
-    Figure("input tokens/s", False, lambda run: _positive(run.input_tokens_per_second)),
-    Figure("output tokens/s", False, lambda run: _positive(run.output_tokens_per_second)),
+    Figure("TTFT p50, ms", "TTFT p50", True, lambda run: _at(run.ttft_ms, "p50")),
+    Figure("TTFT p99, ms", "p99", True, lambda run: _at(run.ttft_ms, "p99")),
+    Figure("time per token p50, ms", "TPOT p50", True, lambda run: _at(run.time_per_token_ms, "p50")),
+    Figure("time per token p99, ms", "p99", True, lambda run: _at(run.time_per_token_ms, "p99")),
+    Figure("inter-token p99, ms", None, True, lambda run: _at(run.inter_token_ms, "p99")),
+    Figure("end to end p50, ms", None, True, lambda run: _at(run.end_to_end_ms, "p50")),
+    Figure("end to end p99, ms", None, True, lambda run: _at(run.end_to_end_ms, "p99")),
+    Figure("decode, ms per token", "ms/token", True, lambda run: run.decode_ms_per_token),
+    Figure("requests/s", "req/s", False, lambda run: _positive(run.requests_per_second)),
+    Figure("goodput, requests/s", "good", False, lambda run: run.goodput.requests_per_second if run.goodput else None),
+    Figure("input tokens/s", None, False, lambda run: _positive(run.input_tokens_per_second)),
+    Figure("output tokens/s", "tokens/s", False, lambda run: _positive(run.output_tokens_per_second)),
 )
 
 

@@ -69,7 +69,8 @@ class StreamScan:
             return len(self._rest) <= MAX_LINE_BYTES
         lines = self._rest + chunk[:end]
         self._rest = chunk[end:]
-        self._tail.append(lines)
+        if len(lines) > 2:  # not just the empty line after an event
+            self._tail.append(lines)
         count = len(self._token.findall(lines))
         if count:
             self.token_times.extend([at] * count)

@@ -29,12 +29,12 @@ def run_table(run: Run) -> RenderableType:
 
 
 def overview_table(report: Report) -> Table:
-    """Return one line for each run, with the figures that any of them has."""
-    figures = [figure for figure in FIGURES if any(figure.of(run) is not None for run in report.runs)]
+    """Return one line for each run, with the first figures that any of them has. Latencies are in ms."""
+    figures = [item for item in FIGURES if item.short and any(item.of(run) is not None for run in report.runs)]
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("run")
     for figure in figures:
-        table.add_column(figure.name, justify="right")
+        table.add_column(figure.short, justify="right", no_wrap=True)
     for run in report.runs:
         table.add_row(Text(run.label), *(shown(figure.of(run)) for figure in figures))
     return table

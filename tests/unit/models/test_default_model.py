@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
 import torch
+from transformers import AutoConfig
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from penstock.models.store import ModelFiles
 from tests.paged import PagedDecoder
@@ -23,3 +26,16 @@ def test_greedy_tokens_equal_those_of_transformers(default_model_path: Path) -> 
         logits = reference(torch.tensor([PROMPT + found])).logits[0]
     # Given the same beginning, each of our tokens is the one that transformers holds most likely.
     assert found == logits[len(PROMPT) - 1 : -1].argmax(dim=-1).tolist()
+
+
+@pytest.mark.slow
+def test_the_reference_is_what_transformers_reads_from_the_file(default_model_path: Path) -> None:
+    reference = load_reference(default_model_path)
+    config = AutoConfig.from_pretrained(default_model_path.parent, gguf_file=default_model_path.name)
+    for key in ("rope_parameters", "rms_norm_eps", "head_dim", "tie_word_embeddings", "vocab_size"):
+        assert getattr(reference.config, key) == getattr(config, key)
+    read = load_gguf_checkpoint(str(default_model_path), return_tensors=True, model_to_load=reference)["tensors"]
+    ours = dict(reference.named_parameters())
+    assert set(read) == set(ours)
+    for name, tensor in read.items():
+        assert torch.equal(tensor, ours[name]), name

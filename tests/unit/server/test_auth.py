@@ -28,7 +28,9 @@ async def guarded():
         yield service
 
 
-@pytest.mark.parametrize("headers", [{}, bearer("wrong"), bearer(""), {"authorization": "Basic x"}, {"authorization": ""}])
+@pytest.mark.parametrize(
+    "headers", [{}, bearer("wrong"), bearer(""), {"authorization": "Basic x"}, {"authorization": ""}]
+)
 async def test_without_a_known_key_a_client_route_is_closed(guarded, headers):
     response = await guarded.client.get("/v1/models", headers=headers)
     assert response.status_code == 401
@@ -83,7 +85,8 @@ def write(tmp_path, text):
 
 
 def test_keys_are_read_from_a_file(tmp_path):
-    text = f'[[keys]]\nname = "alice"\nsha256 = "{digest("a").upper()}"\n[[keys]]\nname = "b"\nsha256 = "{digest("b")}"\nadmin = true'
+    alice = f'[[keys]]\nname = "alice"\nsha256 = "{digest("a").upper()}"\n'
+    text = alice + f'[[keys]]\nname = "b"\nsha256 = "{digest("b")}"\nadmin = true\n'
     assert load_keys(write(tmp_path, text)) == (ApiKey("alice", digest("a")), ApiKey("b", digest("b"), admin=True))
 
 

@@ -49,7 +49,8 @@ def test_a_given_number_of_workers_is_taken():
 
 
 @pytest.mark.parametrize(
-    ("model", "name"), [("smollm2-135m", "smollm2-135m"), ("org/model", "org/model"), ("/x/Tiny.Q4_1.gguf", "Tiny.Q4_1")]
+    ("model", "name"),
+    [("smollm2-135m", "smollm2-135m"), ("org/model", "org/model"), ("/x/Tiny.Q4_1.gguf", "Tiny.Q4_1")],
 )
 def test_the_served_name_follows_the_model(model, name):
     assert resolved(model=model)[0].served_name == name

@@ -45,7 +45,7 @@ async def test_the_engines_numbers_are_told(service):
     assert value(seen, "penstock_prefix_hit_tokens") == 20
     finished = {sample.labels["reason"]: sample.value for sample in seen["penstock_finished_requests"].samples}
     assert finished == {"stop": 6, "abort": 1}
-    (info,) = seen["penstock_cache_config"].samples if "penstock_cache_config" in seen else seen["penstock_cache_config_info"].samples
+    (info,) = seen["penstock_cache_config_info"].samples
     assert info.labels == {"block_size": "16", "num_gpu_blocks": "32"}
 
 

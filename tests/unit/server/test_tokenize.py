@@ -1,5 +1,7 @@
 """/tokenize and /detokenize."""
 
+import threading
+
 import pytest
 
 TEXT = "hello wörld 🙂"
@@ -21,7 +23,10 @@ async def test_messages_go_through_the_chat_template(service):
 
 
 async def test_each_tokens_text_is_told_when_asked_for(service):
-    assert (await service.post("/tokenize", prompt="hello", return_token_strs=True)).json()["token_strs"] == ["he", "llo"]
+    assert (await service.post("/tokenize", prompt="hello", return_token_strs=True)).json()["token_strs"] == [
+        "he",
+        "llo",
+    ]
 
 
 async def test_the_model_may_be_left_out(service):
@@ -46,8 +51,6 @@ async def test_wrong_requests_are_refused_by_name(service, path, fields, param):
 
 
 async def test_a_long_text_does_not_hold_up_the_event_loop(service, monkeypatch):
-    import threading
-
     threads = []
     encode = service.tokenizer.encode
 

@@ -1,0 +1,141 @@
+"""Matrix products with quantised weights on a CPU, from kernels that torch brings along.
+
+Activations come and go in float32; their rows are rounded to 8 bits on the way in, each over its own range, so that
+no row's result depends on the others. Knows tensors and row counts. Knows nothing of files, layers or accuracy.
+
+Both classes need an Arm CPU with dot products; `four_bit_supported` and `int8_supported` say whether this one has them
+and whether this torch has the kernels. What each costs is in `docs/log.md` and measured by `scripts/cpu_kernels`.
+"""
+
+import warnings
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock import machine
+
+GROUP = 32  # weights that share a scale in the 4-bit kernel
+MAX_REPACKED_ROWS = 64  # up to here, packing the weights for every product costs more than it is worth
+_STEPS = (1, 8, 16, 24, 32, 48, MAX_REPACKED_ROWS)
+_LEVELS = 127  # int8 without -128: symmetric
+
+
+@cache
+def four_bit_supported() -> bool:
+    return _has_dot_products() and torch.backends.kleidiai.is_available()
+
+
+@cache
+def int8_supported() -> bool:
+    return (
+        _has_dot_products()
+        and torch.backends.mkldnn.is_acl_available()
+        and "onednn" in torch.backends.quantized.supported_engines
+    )
+
+
+def _has_dot_products() -> bool:
+    return machine.is_arm() and "asimddp" in (machine.cpu_features() or ())
+
+
+class FourBitGemm:
+    """Weights of 4 bits in groups of 32: scale * (level - 8) + offset. Fast for few rows.
+
+    levels: uint8 [out, in], 0 to 15; scales: [out, in / 32], kept as bfloat16; offsets: float32 [out, in / 32] or None.
+    """
+
+    def __init__(self, levels: Tensor, scales: Tensor, offsets: Tensor | None) -> None:
+        self.out_features, self.in_features = levels.shape
+        pairs = levels[:, 0::2] | (levels[:, 1::2] << 4)
+        self._packed = torch.ops.aten._dyn_quant_pack_4bit_weight(
+            pairs, scales.to(torch.bfloat16), None, GROUP, self.in_features, self.out_features
+        )
+        self._offsets = None if offsets is None else offsets.t().contiguous()  # [in / 32, out]
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """x: float32 [rows, in] -> [rows, out]."""
+        y: Tensor = torch.ops.aten._dyn_quant_matmul_4bit(
+            x, self._packed, GROUP, self.in_features, self.out_features
+        )
+        if self._offsets is not None:
+            # An offset is shared by its group, so it meets the sum of the group's activations.
+            y.addmm_(x.unflatten(1, (-1, GROUP)).sum(2), self._offsets)
+        return y
+
+    @property
+    def num_bytes(self) -> int:
+        return self._packed.nbytes + (0 if self._offsets is None else self._offsets.nbytes)
+
+
+class Int8Gemm:
+    """Weights of 8 bits with one scale per row of the matrix. Fast for many rows.
+
+    One kernel packs the weights anew in every call, which many rows hide. With `keep_packed`, another keeps them
+    packed for the last two row counts it met, which pays for few rows and takes 3 bytes more per weight. Row counts
+    are rounded up for it, for a new one costs as much as a step.
+    """
+
+    def __init__(self, weight: Tensor, *, keep_packed: bool) -> None:
+        """weight: float32 [out, in]."""
+        self.out_features, self.in_features = weight.shape
+        # bfloat16's smallest normal number keeps a row of zeros from dividing by zero.
+        scales = weight.abs().amax(dim=1).div_(_LEVELS).clamp_min_(torch.finfo(torch.bfloat16).tiny)
+        levels = weight.div(scales.unsqueeze(1)).round_().to(torch.int8)
+        self._scales = scales  # [out]
+        self._sums = levels.sum(dim=1, dtype=torch.float32)  # [out]
+        self._weight = torch.ops.onednn.qlinear_prepack(levels, None)
+        self._kept = _pack_to_keep(levels) if keep_packed else None
+        self._one, self._zero = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """x: float32 [rows, in] -> [rows, out]."""
+        if self._kept is not None and x.shape[0] <= MAX_REPACKED_ROWS:
+            return self._multiply_kept(x)
+        low, high = torch.aminmax(x, dim=1, keepdim=True)  # [rows, 1]
+        step = (high - low).div_(2 * _LEVELS).clamp_min_(torch.finfo(torch.float32).tiny)
+        middle = (high + low).div_(2)
+        levels = x.sub(middle).div_(step).round_().to(torch.int8)
+        y = torch.ops.onednn.qlinear_pointwise(
+            levels, 1.0, 0, self._weight, self._one, self._zero, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        return self._scaled(y, step, middle)
+
+    def _multiply_kept(self, x: Tensor) -> Tensor:
+        low, high = torch.aminmax(x, dim=1, keepdim=True)  # [rows, 1]
+        span = high.sub_(low).clamp_min_(torch.finfo(torch.float32).tiny)
+        # The kernel rounds to 256 levels between the least and the largest number of all rows: now 0 and 1 in each.
+        unit = x.sub(low).div_(span)
+        num_rows = x.shape[0]
+        spare = next(step for step in _STEPS if step >= num_rows) - num_rows
+        if spare:
+            unit = functional.pad(unit, (0, 0, 0, spare))
+        y: Tensor = torch.ops.quantized.linear_dynamic(unit, self._kept, False)
+        return self._scaled(y[:num_rows] if spare else y, span, low)
+
+    def _scaled(self, y: Tensor, factor: Tensor, origin: Tensor) -> Tensor:
+        """Undo the rounding's scale: a row was origin + factor * what the kernel took. y: [rows, out]"""
+        return y.mul_(factor).addcmul_(origin, self._sums).mul_(self._scales)
+
+    @property
+    def num_bytes(self) -> int:
+        copies = 4 if self._kept is not None else 1
+        return copies * self.out_features * self.in_features + self._scales.nbytes + self._sums.nbytes
+
+
+def _pack_to_keep(levels: Tensor) -> torch.ScriptObject:
+    """levels: int8 [out, in]. The scale of the whole is 1: the kernel knows no scales of rows."""
+    engine = torch.backends.quantized.engine
+    torch.backends.quantized.engine = "onednn"
+    try:
+        with warnings.catch_warnings():
+            # torch 2.13 announces the end of quantised tensors; this kernel is reached in no other way.
+            warnings.filterwarnings("ignore", category=UserWarning, message=".*quantized tensor creation.*")
+            quantised = torch._make_per_tensor_quantized_tensor(levels, 1.0, 0)
+        kept: torch.ScriptObject = torch.ops.quantized.linear_prepack(quantised, None)
+    finally:
+        torch.backends.quantized.engine = engine
+    # The packed form holds on to this tensor but reads its own copy only.
+    quantised.untyped_storage().resize_(0)
+    return kept

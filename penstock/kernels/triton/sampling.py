@@ -1,0 +1,414 @@
+"""Tokens from logits on CUDA: no sort, no host, one launch for a whole step.
+
+Two kernels. `sample` serves rows that take the best token or draw from the whole distribution: the row is cut into parts,
+and the program that ends last finds the part the draw falls into and looks only there. `sample_filtered` also does
+top-k, min-p and top-p: it closes in on the lowest logit that stays by counting, a few passes over the row. Both draw by
+one uniform number from (seed, position), the one that `kernels.sampling.uniform` gives. A filtered draw adds up tokens in
+the order of the vocabulary, so it may give another token than the ranked order of `kernels.sampling.draw_filtered` does
+for the same number; the distribution is the same. Never hears of a request.
+"""
+# mypy: allow-untyped-defs, allow-untyped-decorators
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 2048
+_MAX_PARTS = 64
+# Parts of all rows together that keep a large device's memory busy.
+_WANTED_PARTS = 1024
+_FILTER_BLOCK = 4096
+_FILTER_WARPS = 16
+
+
+@dataclass(slots=True)
+class SamplingWorkspace:
+    """Room for the parts of one launch of `sample` at a time. `arrivals` is zero between launches."""
+
+    numbers: Tensor  # [2, rows, parts] float32: each part's highest logit and sum of weights
+    tokens: Tensor  # [rows, parts] int32: where the highest is
+    arrivals: Tensor  # [rows] int32
+
+    @classmethod
+    def of(cls, max_rows: int, device: torch.device) -> "SamplingWorkspace":
+        return cls(
+            torch.empty(2, max_rows, _MAX_PARTS, dtype=torch.float32, device=device),
+            torch.empty(max_rows, _MAX_PARTS, dtype=torch.int32, device=device),
+            torch.zeros(max_rows, dtype=torch.int32, device=device),
+        )
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _uniform(seed, position):
+    """splitmix64 of (seed, position), as a number in [0, 1)."""
+    mixed = _mix(seed.to(tl.uint64) + 0x9E3779B97F4A7C15)
+    mixed = _mix(mixed + position.to(tl.uint64) * 0x9E3779B97F4A7C15)
+    return (mixed >> 40).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def _read(row_ptr, column, inside):
+    """Logits in float32. What is not a number reads as infinity: it wins, so that a broken row shows."""
+    x = tl.load(row_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
+    return tl.where(x != x, float("inf"), x)
+
+
+@triton.jit
+def _weigh(x, highest, sharpness):
+    """exp((x - highest) / temperature), and zero for a logit of minus infinity."""
+    return tl.where(x == float("-inf"), 0.0, tl.exp((x - highest) * sharpness))
+
+
+@triton.jit
+def _scan(row_ptr, begin, end, highest, sharpness, before, target, BLOCK: tl.constexpr):
+    """Return the first token from `begin` on whose running sum exceeds the target; failing that, the last with weight.
+
+    `before` is the sum of what precedes `begin`.
+    """
+    found = end
+    last = begin
+    start = begin
+    while (start < end) & (found == end):
+        column = tl.multiple_of(start, BLOCK) + tl.arange(0, BLOCK)
+        inside = column < end
+        weights = _weigh(_read(row_ptr, column, inside), highest, sharpness)
+        sums = before + tl.cumsum(weights, axis=0)
+        found = tl.min(tl.where(inside & (sums > target) & (weights > 0.0), column, end), axis=0)
+        last = tl.maximum(last, tl.max(tl.where(weights > 0.0, column, begin), axis=0))
+        before += tl.sum(weights, axis=0)
+        start += BLOCK
+    return tl.where(found == end, last, found)
+
+
+@triton.jit(do_not_specialize=["parts", "part_blocks", "capacity"])
+def _sample_kernel(
+    logits_ptr,  # [rows, vocab]
+    temperatures_ptr,  # [rows] float32
+    seeds_ptr,  # [rows] int64
+    positions_ptr,  # [rows] int64
+    tokens_ptr,  # [rows] int64
+    best_ptr,  # [rows] float32
+    part_numbers_ptr,
+    part_tokens_ptr,
+    arrivals_ptr,
+    logits_stride,
+    parts,
+    part_blocks,  # of BLOCK tokens in a part
+    capacity,  # rows of the workspace
+    VOCAB: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    row_ptr = logits_ptr + row * logits_stride
+    temperature = tl.load(temperatures_ptr + row)
+    sharpness = 1.0 / tl.where(temperature > 0.0, temperature, 1.0)
+    part_size = part_blocks * BLOCK
+    begin = part * part_size
+    end = tl.minimum(begin + part_size, VOCAB)
+
+    highest = tl.full([], float("-inf"), tl.float32)
+    token = begin
+    total = tl.zeros([], tl.float32)
+    for start in range(begin, end, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = _read(row_ptr, column, column < end)
+        tile_highest, tile_token = tl.max(x, axis=0, return_indices=True)
+        token = tl.where(tile_highest > highest, start + tile_token, token)
+        higher = tl.maximum(highest, tile_highest)
+        if temperature > 0.0:
+            # A part may hold nothing but minus infinity, or infinity itself: keep NaN out of the sums.
+            level = tl.where(tl.abs(higher) == float("inf"), 0.0, higher)
+            shrink = tl.where(total > 0.0, tl.exp((highest - level) * sharpness), 0.0)
+            total = total * shrink + tl.sum(_weigh(x, level, sharpness), axis=0)
+        highest = higher
+
+    place = row * PARTS + part
+    tl.store(part_numbers_ptr + place, highest)
+    tl.store(part_numbers_ptr + capacity * PARTS + place, total)
+    tl.store(part_tokens_ptr + place, token)
+    # Every thread's part must be written before the arrival is counted.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals_ptr + row, 1, sem="acq_rel", scope="gpu")
+    if arrived == parts - 1:
+        every = tl.arange(0, PARTS)
+        there = every < parts
+        places = row * PARTS + every
+        # Written by other multiprocessors during this launch: read past the first-level cache.
+        highs = tl.load(part_numbers_ptr + places, mask=there, other=float("-inf"), cache_modifier=".cg")
+        highest, winner = tl.max(highs, axis=0, return_indices=True)
+        chosen = tl.load(part_tokens_ptr + row * PARTS + winner, cache_modifier=".cg")
+        tl.store(best_ptr + row, highest)
+        # Rows of infinities cannot be drawn from; their best says that they are broken.
+        if (temperature > 0.0) & (tl.abs(highest) < float("inf")):
+            totals = tl.load(part_numbers_ptr + capacity * PARTS + places, mask=there, other=0.0, cache_modifier=".cg")
+            weights = tl.where(totals > 0.0, totals * tl.exp((highs - highest) * sharpness), 0.0)
+            sums = tl.cumsum(weights, axis=0)
+            number = _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+            target = number * tl.sum(weights, axis=0)
+            last = tl.max(tl.where(weights > 0.0, every, 0), axis=0)
+            picked = tl.min(tl.where((sums > target) & (weights > 0.0), every, last), axis=0)
+            before = tl.sum(tl.where(every < picked, weights, 0.0), axis=0)
+            begin = picked * part_size
+            end = tl.minimum(begin + part_size, VOCAB)
+            chosen = _scan(row_ptr, begin, end, highest, sharpness, before, target, BLOCK)
+        tl.store(tokens_ptr + row, chosen.to(tl.int64))
+        tl.store(arrivals_ptr + row, 0)
+
+
+def sample(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, workspace: SamplingWorkspace
+) -> tuple[Tensor, Tensor]:
+    """Return each row's token, [n] int64, and its highest logit, [n] float32, not finite where a logit is not.
+
+    A row of temperature zero takes its best token, the first among equals; others draw from the whole distribution.
+    logits: [n, vocab] of any float dtype; temperatures: [n] float32; seeds, positions: [n] int64.
+    """
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    best = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    if num_rows == 0:
+        return tokens, best
+    parts = min(max(_WANTED_PARTS // num_rows, 8), _MAX_PARTS)
+    part_blocks = triton.cdiv(triton.cdiv(vocab_size, parts), _BLOCK)
+    parts = triton.cdiv(vocab_size, part_blocks * _BLOCK)
+    _sample_kernel[(num_rows, parts)](
+        logits,
+        temperatures,
+        seeds,
+        positions,
+        tokens,
+        best,
+        workspace.numbers,
+        workspace.tokens,
+        workspace.arrivals,
+        logits.stride(0),
+        parts,
+        part_blocks,
+        workspace.arrivals.numel(),
+        VOCAB=vocab_size,
+        PARTS=_MAX_PARTS,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+    return tokens, best
+
+
+@triton.jit
+def _count(row_ptr, highest, sharpness, first, second, third, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Return how many tokens reach each of three levels, and the weight they hold together.
+
+    A level is (logit - highest) / temperature, so at most zero.
+    """
+    counts_1 = tl.zeros([BLOCK], tl.int32)
+    counts_2 = tl.zeros([BLOCK], tl.int32)
+    counts_3 = tl.zeros([BLOCK], tl.int32)
+    sums_1 = tl.zeros([BLOCK], tl.float32)
+    sums_2 = tl.zeros([BLOCK], tl.float32)
+    sums_3 = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, VOCAB, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        level = (_read(row_ptr, column, column < VOCAB) - highest) * sharpness
+        weights = tl.exp(level)
+        counts_1 += (level >= first).to(tl.int32)
+        counts_2 += (level >= second).to(tl.int32)
+        counts_3 += (level >= third).to(tl.int32)
+        sums_1 += tl.where(level >= first, weights, 0.0)
+        sums_2 += tl.where(level >= second, weights, 0.0)
+        sums_3 += tl.where(level >= third, weights, 0.0)
+    return (
+        tl.sum(counts_1, axis=0),
+        tl.sum(counts_2, axis=0),
+        tl.sum(counts_3, axis=0),
+        tl.sum(sums_1, axis=0),
+        tl.sum(sums_2, axis=0),
+        tl.sum(sums_3, axis=0),
+    )
+
+
+@triton.jit
+def _narrow(
+    row_ptr,
+    highest,
+    sharpness,
+    low,
+    high,
+    wanted,
+    BY_COUNT: tl.constexpr,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Close in on the highest level whose tokens hold at least `wanted` (tokens by count, or weight).
+
+    Expects that the tokens that reach `low` hold it and those that reach `high` do not. Returns (low, high, amount that
+    those that reach `high` hold). Between the two lies one token, or tokens so close that they count as equal.
+    """
+    low_count = tl.full([], VOCAB, tl.int32)
+    high_count = tl.zeros([], tl.int32)
+    held = tl.zeros([], tl.float32)
+    while (high - low > 1e-6) & (low_count - high_count > 1):
+        width = high - low
+        level_1, level_2, level_3 = low + 0.25 * width, low + 0.5 * width, low + 0.75 * width
+        count_1, count_2, count_3, sum_1, sum_2, sum_3 = _count(
+            row_ptr, highest, sharpness, level_1, level_2, level_3, VOCAB, BLOCK
+        )
+        if BY_COUNT:
+            amount_1, amount_2, amount_3 = count_1.to(tl.float32), count_2.to(tl.float32), count_3.to(tl.float32)
+        else:
+            amount_1, amount_2, amount_3 = sum_1, sum_2, sum_3
+        # From the lowest level up: the last that holds enough, and the first above it that does not.
+        if amount_1 < wanted:
+            high, high_count, held = level_1, count_1, amount_1
+        elif amount_2 < wanted:
+            low, low_count = level_1, count_1
+            high, high_count, held = level_2, count_2, amount_2
+        elif amount_3 < wanted:
+            low, low_count = level_2, count_2
+            high, high_count, held = level_3, count_3, amount_3
+        else:
+            low, low_count = level_3, count_3
+    return low, high, held
+
+
+@triton.jit
+def _scan_kept(
+    row_ptr, highest, sharpness, low, high, num_between, number, VOCAB: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Draw among the tokens that reach `high` and the first `num_between` of those that only reach `low`."""
+    total = tl.zeros([], tl.float32)
+    passed = tl.zeros([], tl.int32)
+    for start in range(0, VOCAB, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        level = (_read(row_ptr, column, column < VOCAB) - highest) * sharpness
+        between = ((level >= low) & (level < high)).to(tl.int32)
+        kept = (level >= high) | ((between > 0) & (passed + tl.cumsum(between, axis=0) <= num_between))
+        total += tl.sum(tl.where(kept, tl.exp(level), 0.0), axis=0)
+        passed += tl.sum(between, axis=0)
+    target = number * total
+    found = tl.full([], VOCAB, tl.int32)
+    last = tl.zeros([], tl.int32)
+    before = tl.zeros([], tl.float32)
+    passed = tl.zeros([], tl.int32)
+    start = tl.zeros([], tl.int32)
+    while (start < VOCAB) & (found == VOCAB):
+        column = tl.multiple_of(start, BLOCK) + tl.arange(0, BLOCK)
+        level = (_read(row_ptr, column, column < VOCAB) - highest) * sharpness
+        between = ((level >= low) & (level < high)).to(tl.int32)
+        kept = (level >= high) | ((between > 0) & (passed + tl.cumsum(between, axis=0) <= num_between))
+        weights = tl.where(kept, tl.exp(level), 0.0)
+        sums = before + tl.cumsum(weights, axis=0)
+        found = tl.min(tl.where(kept & (sums > target), column, VOCAB), axis=0)
+        last = tl.maximum(last, tl.max(tl.where(kept, column, 0), axis=0))
+        before += tl.sum(weights, axis=0)
+        passed += tl.sum(between, axis=0)
+        start += BLOCK
+    return tl.where(found == VOCAB, last, found)
+
+
+@triton.jit
+def _filter_kernel(
+    logits_ptr,  # [rows, vocab]
+    temperatures_ptr,  # [rows] float32
+    seeds_ptr,  # [rows] int64
+    positions_ptr,  # [rows] int64
+    top_k_ptr,  # [rows] int64
+    top_p_ptr,  # [rows] float32
+    min_p_ptr,  # [rows] float32
+    tokens_ptr,  # [rows] int64
+    best_ptr,  # [rows] float32
+    logits_stride,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * logits_stride
+    highest = tl.full([], float("-inf"), tl.float32)
+    token = tl.zeros([], tl.int32)
+    for start in range(0, VOCAB, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        tile_highest, tile_token = tl.max(_read(row_ptr, column, column < VOCAB), axis=0, return_indices=True)
+        token = tl.where(tile_highest > highest, start + tile_token, token)
+        highest = tl.maximum(highest, tile_highest)
+    tl.store(best_ptr + row, highest)
+    temperature = tl.load(temperatures_ptr + row)
+    if (temperature > 0.0) & (tl.abs(highest) < float("inf")):
+        sharpness = 1.0 / temperature
+        top_k = tl.load(top_k_ptr + row)
+        top_p = tl.load(top_p_ptr + row)
+        min_p = tl.load(min_p_ptr + row)
+        # Below this level a float32 weight is zero, so it does not matter how many tokens are there.
+        low = tl.full([], -110.0, tl.float32)
+        high = low
+        num_between = tl.zeros([], tl.int32)
+        if (top_k > 0) & (top_k < VOCAB):
+            reaching, _, _, _, _, _ = _count(row_ptr, highest, sharpness, low, low, low, VOCAB, BLOCK)
+            if reaching > top_k:
+                low, high, held = _narrow(
+                    row_ptr, highest, sharpness, low, low + 111.0, top_k.to(tl.float32), True, VOCAB, BLOCK
+                )
+                num_between = top_k.to(tl.int32) - held.to(tl.int32)
+        if min_p > 0.0:
+            floor = tl.log(min_p)
+            if floor >= high:
+                low, high, num_between = floor, floor, num_between * 0
+        if top_p < 1.0:
+            _, _, _, above, _, _ = _count(row_ptr, highest, sharpness, high, high, high, VOCAB, BLOCK)
+            wanted = top_p * (above + num_between * tl.exp(low))
+            if wanted <= above:
+                low, high, held = _narrow(
+                    row_ptr, highest, sharpness, high, high * 0.0 + 1.0, wanted, False, VOCAB, BLOCK
+                )
+                num_between = tl.maximum(tl.ceil((wanted - held) / tl.exp(low)), 1.0).to(tl.int32)
+            else:
+                num_between = tl.minimum(tl.ceil((wanted - above) / tl.exp(low)).to(tl.int32), num_between)
+        number = _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+        token = _scan_kept(row_ptr, highest, sharpness, low, high, num_between, number, VOCAB, BLOCK)
+    tl.store(tokens_ptr + row, token.to(tl.int64))
+
+
+def sample_filtered(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """As `sample`, after top-k, then min-p, then top-p. top_k: [n] int64, 0 for no limit; top_p, min_p: [n] float32.
+
+    Among tokens equally likely at the edge, the first of the vocabulary stay.
+    """
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    best = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    if num_rows:
+        _filter_kernel[(num_rows,)](
+            logits,
+            temperatures,
+            seeds,
+            positions,
+            top_k,
+            top_p,
+            min_p,
+            tokens,
+            best,
+            logits.stride(0),
+            VOCAB=vocab_size,
+            BLOCK=min(_FILTER_BLOCK, triton.next_power_of_2(vocab_size)),
+            num_warps=_FILTER_WARPS,
+        )
+    return tokens, best

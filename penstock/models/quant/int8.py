@@ -1,0 +1,46 @@
+"""Quantised matrices turned into 8 bits with one scale per row, for CPUs whose 8-bit kernels beat float32.
+
+Takes any block-quantised type: its rows are turned back into numbers and rounded once more, finely enough that the
+perplexity does not show it (`docs/log.md`). Matrices that the file kept as floating point stay dense.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.quant_gemm import Int8Gemm, int8_supported
+from penstock.models.quant.interface import LinearWeight, WeightFormat
+from penstock.models.stored_tensor import StoredTensor
+
+# Matrices of models up to about a billion parameters: the fast kernel for few rows may take 3 bytes more per weight.
+_MAX_KEPT_WIDTH = 1024
+
+
+class Int8Weight(LinearWeight):
+    def __init__(self, gemm: Int8Gemm) -> None:
+        self.out_features, self.in_features = gemm.out_features, gemm.in_features
+        self._gemm = gemm
+
+    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = self._gemm.multiply(x)
+        return y if bias is None else y.add_(bias)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._gemm.num_bytes
+
+
+class Int8Format(WeightFormat):
+    name: ClassVar[str] = "int8"
+
+    def accepts(self, parts: list[StoredTensor], device: torch.device) -> bool:
+        return device.type == "cpu" and all(part.is_quantised for part in parts) and int8_supported()
+
+    def pack(self, parts: list[StoredTensor], device: torch.device, dtype: torch.dtype) -> Int8Weight:
+        return Int8Weight(int8_gemm(parts))
+
+
+def int8_gemm(parts: list[StoredTensor]) -> Int8Gemm:
+    weight = torch.cat([part.dense() for part in parts])  # [out, in]
+    return Int8Gemm(weight, keep_packed=min(weight.shape) <= _MAX_KEPT_WIDTH)

@@ -1,0 +1,112 @@
+"""The default model in exact mode: transformers' tokens, whatever the batch, the chunks, the cache and the pressure."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+
+from penstock.config import gather
+from penstock.engine.builder import assemble
+from penstock.engine.config import resolve
+from penstock.engine.messages import Submit
+from penstock.engine.runner.device import probe
+from penstock.engine.tokenizer import Tokenizer
+from penstock.models.loader import load_model
+from penstock.models.registry import spec_for
+from penstock.models.store import ModelFiles
+from penstock.request import SamplingParams
+from tests.transformers_reference import load_reference
+
+NUM_TOKENS = 64
+# Where the two best logits are closer than this, either token is right.
+TIE = 0.01
+
+SUBJECTS = [
+    "the sea", "prime numbers", "bread", "the moon", "trains", "honey bees", "glass", "rivers", "clocks", "tea",
+]  # fmt: skip
+FRAMES = [
+    "Write a short story about {}.\n",
+    "Q: What should a child know about {}?\nA:",
+    "def describe():\n    # returns a sentence about {}\n    return",
+    "<|im_start|>user\nGive me three facts about {}.<|im_end|>\n<|im_start|>assistant\n",
+]
+PROMPTS = [frame.format(subject) for frame in FRAMES for subject in SUBJECTS]
+
+
+@dataclasses.dataclass
+class Exact:
+    config: object
+    spec: object
+    model: object
+    prompts: list[list[int]]
+    reference: list[list[int]]  # our tokens from one large batch
+
+
+@pytest.fixture(scope="module")
+def exact(default_model_path):
+    files = ModelFiles("default", "gguf", default_model_path)
+    spec = spec_for(files)
+    sourced = gather({"precision": "exact", "kv_memory": "1GiB", "max_running": 16}, environ={})
+    config, _ = resolve(sourced, spec, probe("cpu", spec))
+    torch.set_num_threads(config.threads)
+    model = load_model(
+        files, spec, device=torch.device("cpu"), dtype=torch.float32, precision="exact", context_tokens=512
+    )
+    tokenizer = Tokenizer.load(files)
+    prompts = [tokenizer.encode(text, add_special=False) for text in PROMPTS]
+    loaded = Exact(dataclasses.replace(config, max_context_tokens=512), spec, model, prompts, [])
+    loaded.reference = run(loaded, prompts)
+    return loaded
+
+
+def run(loaded, prompts, *, engine=None, **changes):
+    engine = engine or assemble(dataclasses.replace(loaded.config, **changes), loaded.spec, loaded.model)
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
+    tokens = [[] for _ in prompts]
+    for index, prompt in enumerate(prompts):
+        engine.submit(Submit(request_id=str(index), prompt=prompt, params=params, arrival=time.monotonic()))
+    while engine.has_work:
+        for _, event in engine.step():
+            assert event.error is None
+            tokens[int(event.request_id)] += event.token_ids
+    return tokens
+
+
+def test_greedy_tokens_equal_transformers_on_forty_prompts(exact, default_model_path):
+    model = load_reference(default_model_path)
+    assert len(exact.prompts) == 40
+    num_compared = 0
+    for prompt, tokens in zip(exact.prompts, exact.reference, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        best = logits.topk(2, dim=-1)
+        for step, token in enumerate(tokens):
+            if best.values[step, 0] - best.values[step, 1] < TIE:
+                break
+            assert token == best.indices[step, 0]
+            num_compared += 1
+    assert num_compared > 40 * NUM_TOKENS // 2, "most steps are no ties"
+
+
+@pytest.mark.parametrize("changes", [{"max_running": 1}, {"max_running": 5}, {"max_step_tokens": 16}])
+def test_batch_and_chunk_sizes_change_no_token(exact, changes):
+    assert run(exact, exact.prompts[::8], **changes) == exact.reference[::8]
+
+
+def test_a_cache_too_small_for_the_load_changes_no_token(exact):
+    changes = {"num_blocks": 33, "max_running": 16, "max_step_tokens": 64}
+    engine = assemble(dataclasses.replace(exact.config, **changes), exact.spec, exact.model)
+    engine.scheduler._mean_output_tokens = 0.0
+    assert run(exact, exact.prompts[::4], engine=engine) == exact.reference[::4]
+    assert engine.metrics.num_preemptions > 0
+
+
+def test_a_prefix_hit_changes_no_token(exact):
+    engine = assemble(exact.config, exact.spec, exact.model)
+    prompts = [exact.prompts[30] + exact.prompts[index] for index in (1, 11, 21)]
+    first = run(exact, prompts[:1], engine=engine) + run(exact, prompts[1:], engine=engine)
+    again = run(exact, prompts, engine=engine)
+    assert engine.metrics.prefix_hit_tokens > 0
+    assert again == first
+    assert run(exact, prompts, prefix_cache=False) == first

@@ -1,0 +1,100 @@
+"""`penstock bench` from its flags to its files."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+from penstock.tools.bench.document import read_report
+from tests.unit.tools.bench.stream_server import Script, served
+
+
+@contextmanager
+def server(script: Script) -> Iterator[str]:
+    """Serve a script from a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    stack = AsyncExitStack()
+    url = asyncio.run_coroutine_threadsafe(stack.enter_async_context(served(script)), loop).result()
+    try:
+        yield url
+    finally:
+        asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def run(*arguments: str) -> int:
+    try:
+        return main(["bench", *arguments])
+    except SystemExit as ended:
+        return int(ended.code or 0)
+
+
+def test_a_server_is_measured_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    script = Script(first_seconds=0.0, token_seconds=0.0)
+    json, html = tmp_path / "a.json", tmp_path / "a.html"
+    files = ["--json", str(json), "--html", str(html)]
+    with server(script) as url:
+        assert run("serve", "--url", url, "--shape", "3x8+4", "--rates", "200,400", "--slo-ttft", "60000", *files) == 0
+    shown = capsys.readouterr().out
+    assert "3x8+4 @ 200/s" in shown
+    assert "TTFT" in shown
+    report = read_report(json)
+    assert [run.num_completed for run in report.runs] == [3, 3]
+    assert report.runs[0].generator is not None
+    assert "<svg" not in html.read_text()
+    assert "data:image/svg+xml" in html.read_text()
+
+
+def test_a_server_that_refuses_everything_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with server(Script(status=429)) as url:
+        assert run("serve", "--url", url, "--shape", "2x8+4", "--warmup", "0") == 1
+    assert "2 of 2 requests failed: http 429" in capsys.readouterr().out
+
+
+def test_a_bad_workload_is_one_sentence_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "--workload", "rate11") == 2
+    assert "--workload: 'rate11' is not usable; give one of: mixed256" in capsys.readouterr().err
+
+
+def test_two_reports_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    json = tmp_path / "a.json"
+    with server(Script(first_seconds=0.0, token_seconds=0.0)) as url:
+        run("serve", "--url", url, "--shape", "2x8+4", "--json", str(json))
+    capsys.readouterr()
+    assert run("compare", str(json), str(json)) == 0
+    shown = capsys.readouterr().out
+    assert "1.000" in shown
+    assert "worse" not in shown
+
+
+def test_reports_with_nothing_in_common_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    with server(Script(first_seconds=0.0, token_seconds=0.0)) as url:
+        run("serve", "--url", url, "--shape", "2x8+4", "--json", str(first))
+        run("serve", "--url", url, "--shape", "2x8+5", "--json", str(second))
+    assert run("compare", str(first), str(second)) == 2
+    assert "it has no run that the first has too" in capsys.readouterr().err
+
+
+def test_help_does_not_load_what_measuring_needs() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from penstock.cli import main\n"
+        "try: main(['bench', 'serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "loaded = {'torch', 'aiohttp', 'numpy', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(str(loaded) if loaded else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

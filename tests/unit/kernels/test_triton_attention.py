@@ -1,0 +1,138 @@
+"""Paged attention as Triton kernels, against the reference backend in float64 over a pool full of poison."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.triton_device import DEVICE, DTYPES, TOLERANCE, relative_error  # isort: skip
+
+from penstock.kernels.attention.interface import HeadNorm, LayerAttention
+from penstock.kernels.attention.reference import ReferenceAttention
+from penstock.kernels.attention.triton_paged import TritonPagedAttention
+from penstock.kernels.triton.paged_decode import DecodeTile, DecodeWorkspace, Splits, choose_splits, paged_decode
+from penstock.kernels.triton.paged_prefill import list_tiles
+from tests.paged_batches import PagedBatch
+
+LAYER = LayerAttention(num_heads=4, num_kv_heads=2, head_dim=32, scale=0.2)
+
+
+def reference(batch: PagedBatch, layer: LayerAttention) -> Tensor:
+    backend = ReferenceAttention([layer], [batch.pool.double()])
+    backend.prepare(batch.step)
+    return backend.run(batch.q.double(), batch.k.double(), batch.v.double(), 0)
+
+
+def triton(batch: PagedBatch, layer: LayerAttention) -> Tensor:
+    backend = TritonPagedAttention([layer], [batch.pool.clone()])
+    backend.prefers_contiguous = False
+    backend.prepare(batch.step)
+    return backend.run(batch.q, batch.k, batch.v, 0)
+
+
+def check(queries: list[int], contexts: list[int], layer: LayerAttention, dtype: torch.dtype = torch.float32) -> None:
+    batch = PagedBatch.random(queries, contexts, layer, dtype=dtype, device=DEVICE)
+    assert relative_error(triton(batch, layer), reference(batch, layer)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decoding_sees_exactly_the_context(dtype: torch.dtype) -> None:
+    check([1, 1, 1, 1], [1, 16, 77, 150], LAYER, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prefill_is_causal(dtype: torch.dtype) -> None:
+    check([2, 37, 65], [2, 37, 65], LAYER, dtype)
+
+
+def test_a_chunk_sees_what_was_cached_before_it() -> None:
+    check([3, 40], [90, 171], LAYER)
+
+
+def test_a_step_mixes_decoding_and_prefill() -> None:
+    check([1, 1, 5, 20], [33, 7, 130, 20], LAYER)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (6, 2), (7, 1), (20, 1)])
+def test_query_heads_share_key_heads(num_heads: int, num_kv_heads: int) -> None:
+    check([1, 9], [70, 30], replace(LAYER, num_heads=num_heads, num_kv_heads=num_kv_heads))
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 256])
+def test_head_sizes(head_dim: int) -> None:
+    check([1, 9], [70, 30], replace(LAYER, head_dim=head_dim, num_kv_heads=1, num_heads=2))
+
+
+@pytest.mark.parametrize("window", [1, 5, 64, 1000])
+def test_a_window_hides_what_lies_before_it(window: int) -> None:
+    check([1, 1, 7, 70], [3, 150, 140, 70], replace(LAYER, window=window))
+
+
+def test_scores_are_capped() -> None:
+    check([1, 9], [70, 30], replace(LAYER, softcap=2.0, scale=1.0))
+
+
+@pytest.mark.parametrize("count", [2, 3, 64])
+def test_parts_of_a_context_are_merged(count: int) -> None:
+    contexts = [1, 31, 200, 333]
+    batch = PagedBatch.random([1] * 4, contexts, LAYER, dtype=torch.float32, device=DEVICE)
+    expected = reference(batch, LAYER)
+    filled = ReferenceAttention([LAYER], [batch.pool])
+    filled.prepare(batch.step)
+    filled.run(batch.q, batch.k, batch.v, 0)
+    splits = Splits(count, 16)
+    workspace = DecodeWorkspace.of(4, splits, LAYER, torch.device(DEVICE))
+    assert batch.step.lens is not None
+    for _ in range(2):  # the second launch finds the workspace as the first left it
+        out = torch.full((4, LAYER.num_heads * LAYER.head_dim), float("nan"), device=DEVICE)
+        paged_decode(
+            batch.q,
+            batch.pool,
+            batch.step.block_tables,
+            batch.step.lens,
+            out,
+            LAYER,
+            splits,
+            workspace,
+            DecodeTile(tokens=16, num_warps=4, num_stages=3),
+        )
+        assert relative_error(out, expected) < 1e-5
+    assert not workspace.arrivals.any()
+
+
+def test_a_padded_row_gives_zeros() -> None:
+    batch = PagedBatch.random([1, 1], [20, 5], LAYER, dtype=torch.float32, device=DEVICE)
+    assert batch.step.lens is not None
+    batch.step.lens[1] = 0
+    batch.step.slots[1] = batch.step.slots[0]
+    assert not triton(batch, LAYER)[1].any()
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_fused_heads_give_what_the_separate_operations_give(with_norm: bool) -> None:
+    batch = PagedBatch.random([1, 1, 6], [40, 3, 20], LAYER, dtype=torch.float32, device=DEVICE)
+    heads = torch.cat([batch.q, batch.k, batch.v], dim=1)
+    angles = torch.rand(len(heads), 1, LAYER.head_dim // 2, device=DEVICE)
+    rotation = torch.polar(torch.ones_like(angles), angles)
+    norm = HeadNorm(torch.rand(6, LAYER.head_dim, device=DEVICE), 1e-5) if with_norm else None
+    plain = ReferenceAttention([LAYER], [batch.pool.clone()])
+    fused = TritonPagedAttention([LAYER], [batch.pool.clone()])
+    plain.prepare(batch.step)
+    fused.prepare(batch.step)
+    expected = plain.run_heads(heads.clone(), rotation, norm, 0)
+    assert relative_error(fused.run_heads(heads.clone(), rotation, norm, 0), expected) < 1e-5
+    torch.testing.assert_close(fused.kv_pool[0], plain.kv_pool[0], equal_nan=True)
+
+
+def test_tiles_cover_every_query_token_and_the_longest_come_first() -> None:
+    tiles = list_tiles([4, 5, 15, 15], [100, 10, 7], tile_tokens=4)
+    assert tiles.tolist() == [[0, 0], [1, 8], [1, 4], [1, 0]]
+
+
+def test_contexts_are_split_until_the_device_is_full() -> None:
+    assert choose_splits(1, 8, 8192, 132) == Splits(64, 64)
+    assert choose_splits(1, 8, 640, 132) == Splits(10, 64)
+    assert choose_splits(64, 8, 8192, 132).count == 2
+    assert choose_splits(256, 8, 4096, 132).count == 1
+    assert choose_splits(256, 8, 32768, 132) == Splits(8, 4096)

@@ -1,0 +1,97 @@
+"""Requests as bytes: closed, strict, and refused with the parameter's place."""
+
+import contextlib
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import InvalidParameter, RequestError, UnsupportedParameter
+from penstock.protocol.openai_chat import ChatRequest
+from penstock.protocol.openai_completions import CompletionRequest
+from penstock.protocol.tokenize import TokenizeRequest
+from penstock.protocol.wire import parse_request
+
+USER = {"role": "user", "content": "x"}
+
+
+def chat(**fields):
+    return parse_request(ChatRequest, json.dumps({"model": "m", "messages": [USER], **fields}).encode())
+
+
+def completion(**fields):
+    return parse_request(CompletionRequest, json.dumps({"model": "m", "prompt": "x", **fields}).encode())
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+@given(st.sampled_from([ChatRequest, CompletionRequest, TokenizeRequest]), st.binary(max_size=50))
+def test_any_bytes_give_a_request_or_a_request_error(kind, body):
+    with contextlib.suppress(RequestError):
+        parse_request(kind, body)
+
+
+@given(
+    st.dictionaries(st.sampled_from(sorted(ChatRequest.model_fields)) | st.text(max_size=5), json_values, max_size=4)
+)
+def test_any_json_object_gives_a_request_or_a_request_error(fields):
+    with contextlib.suppress(RequestError):
+        chat(**fields).sampling_params(max_tokens=1, logprobs=None)
+
+
+def test_one_stop_text_is_a_list_of_one():
+    assert chat(stop="a").stop == ["a"]
+    assert chat(stop=["a", "b"]).sampling_params(max_tokens=None, logprobs=None).stop == ("a", "b")
+
+
+def test_text_parts_are_joined_by_line_breaks():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == "a\nb"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_every_form_of_prompt_becomes_a_list_of_prompts(prompt, expected):
+    assert completion(prompt=prompt).prompt == expected
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], [1, "a"], [[1], "a"], [True], {"a": 1}, None, 5, [1.0]])
+def test_any_other_prompt_is_refused(prompt):
+    with pytest.raises(InvalidParameter, match="prompt"):
+        completion(prompt=prompt)
+
+
+def test_a_refused_field_that_asks_for_nothing_is_accepted():
+    assert chat(tools=[], response_format={"type": "text"}, tool_choice=None).model == "m"
+    with pytest.raises(UnsupportedParameter, match="tools"):
+        chat(tools=[1])
+
+
+def test_token_biases_become_numbers():
+    assert chat(logit_bias={"5": 1, "07": -2.5}).sampling_params(max_tokens=1, logprobs=None).logit_bias == {
+        5: 1,
+        7: -2.5,
+    }
+    for key in ("-1", "1.5", "x", "", "१", "9" * 30):
+        with pytest.raises(InvalidParameter, match="logit_bias"):
+            chat(logit_bias={key: 1}).sampling_params(max_tokens=1, logprobs=None)
+
+
+def test_a_long_value_is_shortened_in_the_message():
+    with pytest.raises(InvalidParameter) as refused:
+        chat(temperature="x" * 10_000)
+    assert len(str(refused.value)) < 200
+
+
+def test_a_long_unknown_name_is_shortened_in_the_message():
+    with pytest.raises(RequestError) as refused:
+        chat(**{"x" * 10_000: 1})
+    assert len(str(refused.value)) < 300

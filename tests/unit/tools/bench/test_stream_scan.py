@@ -1,0 +1,91 @@
+"""Tokens are found in a stream however it is cut, and its end is understood."""
+
+import pytest
+
+from penstock.tools.bench.stream_scan import MAX_LINE_BYTES, StreamScan
+
+COMPLETION = (
+    b'data: {"choices":[{"index":0,"text":"a","logprobs":null,"finish_reason":null}]}\n\n'
+    b'data: {"choices": [{"text": " \\"text\\": \\"b", "finish_reason": null}]}\n\n'
+    b'data: {"choices":[{"index":0,"text":"","logprobs":null,"finish_reason":null}]}\n\n'
+    b'data: {"choices":[{"index":0,"text":"","logprobs":null,"finish_reason":"length"}]}\n\n'
+    b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3,'
+    b'"prompt_tokens_details":{"cached_tokens":2}}}\n\n'
+    b"data: [DONE]\n\n"
+)
+CHAT = (
+    b'data: {"choices":[{"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
+    b'data: {"choices":[{"delta":{"reasoning_content":"hm"},"finish_reason":null}]}\n\n'
+    b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":null}]}\n\n'
+    b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n'
+    b"data: [DONE]\n\n"
+)
+
+
+def scan(stream: bytes, size: int, *, chat: bool = False) -> StreamScan:
+    made = StreamScan(chat=chat)
+    for start in range(0, len(stream), size):
+        assert made.push(stream[start : start + size], float(start))
+    return made
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 100, 10_000])
+def test_a_completions_tokens_are_counted_however_the_bytes_are_cut(size: int) -> None:
+    made = scan(COMPLETION, size)
+    assert len(made.token_times) == 3
+    ending = made.end()
+    assert ending.is_whole
+    assert ending.output_tokens == 3
+
+
+@pytest.mark.parametrize("size", [7, 10_000])
+def test_a_chats_tokens_are_its_texts(size: int) -> None:
+    made = scan(CHAT, size, chat=True)
+    assert len(made.token_times) == 2
+    assert made.end().is_whole
+
+
+def test_usage_is_read_from_the_end() -> None:
+    ending = scan(COMPLETION, 10_000).end()
+    assert (ending.input_tokens, ending.output_tokens, ending.cached_tokens) == (7, 3, 2)
+
+
+def test_a_token_has_the_time_of_the_read_that_completed_it() -> None:
+    made = StreamScan(chat=False)
+    made.push(b'data: {"choices":[{"text":"a', 1.0)
+    made.push(b'"}]}\n\ndata: {"choices":[{"text":"b"}]}\n\n', 2.0)
+    assert list(made.token_times) == [2.0, 2.0]
+
+
+def test_lines_may_end_as_in_http() -> None:
+    made = scan(COMPLETION.replace(b"\n", b"\r\n"), 50)
+    assert len(made.token_times) == 3
+    assert made.end().is_whole
+
+
+def test_a_reason_to_finish_is_an_end_without_done() -> None:
+    assert scan(COMPLETION.removesuffix(b"data: [DONE]\n\n"), 10_000).end().is_whole
+
+
+def test_a_stream_without_an_end_is_not_whole() -> None:
+    assert not scan(COMPLETION[:200], 10_000).end().is_whole
+
+
+@pytest.mark.parametrize("event", [b'data: {"error":{"message":"it broke"}}\n\n', b'error: {"error":"it broke"}\n\n'])
+def test_an_error_event_spoils_the_stream(event: bytes) -> None:
+    ending = scan(COMPLETION + event, 10_000).end()
+    assert not ending.is_whole
+    assert ending.error == "it broke"
+
+
+@pytest.mark.parametrize("noise", [b": ping\n\n", b"data: {not json}\n\n", b"data: 3\n\n", b'data: {"choices":3}\n\n'])
+def test_noise_is_passed_over(noise: bytes) -> None:
+    made = scan(noise + COMPLETION + noise, 10_000)
+    assert len(made.token_times) == 3
+    assert made.end().is_whole
+
+
+def test_a_line_without_end_is_given_up() -> None:
+    made = StreamScan(chat=False)
+    assert made.push(b"x" * MAX_LINE_BYTES, 0.0)
+    assert not made.push(b"x", 0.0)

@@ -1,0 +1,106 @@
+"""Recorded arrivals become workloads, and a file that is none is refused with the line that shows it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.tools.bench.trace import read_trace
+
+DATA = Path(__file__).resolve().parents[5] / "shared" / "data"
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9305900,600,109
+2023-11-16 18:15:51.6805900,20,0
+"""
+MOONCAKE = [
+    {"timestamp": 500, "input_length": 1000, "output_length": 5, "hash_ids": [4, 5]},
+    {"timestamp": 500, "input_length": 1400, "output_length": 7, "hash_ids": [4, 5, 6]},
+    {"timestamp": 2500, "input_length": 600, "output_length": 9, "hash_ids": [4, 9]},
+]
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "trace.txt"
+    file.write_text(text)
+    return file
+
+
+def mooncake(folder: Path) -> Path:
+    return write(folder, "".join(json.dumps(line) + "\n" for line in MOONCAKE))
+
+
+def data_file(name: str) -> Path:
+    if not (DATA / name).exists():
+        pytest.skip(f"the recorded trace (../shared/data/{name}) is not here")
+    return DATA / name
+
+
+def test_an_azure_trace_has_times_and_lengths(tmp_path: Path) -> None:
+    workload = read_trace(write(tmp_path, AZURE))
+    assert workload.name == "trace"
+    assert [request.start_seconds for request in workload.requests] == pytest.approx([0.0, 4.25, 5.0], abs=1e-5)
+    assert [len(request.prompt.token_ids()) for request in workload.requests] == [374, 600, 20]
+    assert [request.max_tokens for request in workload.requests] == [44, 109, 1]
+
+
+def test_azure_prompts_have_nothing_in_common(tmp_path: Path) -> None:
+    first, second, third = (item.prompt.token_ids()[:16] for item in read_trace(write(tmp_path, AZURE)).requests)
+    assert len({tuple(first), tuple(second), tuple(third)}) == 3
+
+
+def test_a_mooncake_trace_shares_the_blocks_that_it_says(tmp_path: Path) -> None:
+    workload = read_trace(mooncake(tmp_path))
+    assert [request.start_seconds for request in workload.requests] == [0.0, 0.0, 2.0]
+    first, second, third = (request.prompt.token_ids() for request in workload.requests)
+    assert (len(first), len(second), len(third)) == (1000, 1400, 600)
+    assert first == second[:1000]
+    assert third[:512] == first[:512]
+    assert third[512:] != first[512:600]
+
+
+def test_speed_compresses_time(tmp_path: Path) -> None:
+    workload = read_trace(mooncake(tmp_path)).faster(4.0)
+    assert workload.requests[-1].start_seconds == 0.5
+
+
+def test_a_limit_takes_the_first(tmp_path: Path) -> None:
+    assert len(read_trace(mooncake(tmp_path), 2).requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "neither JSON lines nor a CSV"),
+        ("a,b,c\n1,2,3\n", "line 1: it is neither"),
+        (AZURE + "yesterday,1,2\n", "line 5: it is not a time"),
+        (AZURE + "2023-11-16 18:15:46,1\n", "line 5: it is not a time"),
+        (AZURE + "2023-11-16 18:15:46,0,2\n", "lengths must be positive"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
+        ('{"timestamp": 1}\n', "line 1: .*input_length"),
+        ('{"timestamp":1,"input_length":513,"output_length":1,"hash_ids":[1]}\n', "line 1: 513 tokens need 2 hash_ids"),
+    ],
+)
+def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_trace(write(tmp_path, text))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_trace(tmp_path / "none.csv")
+
+
+def test_the_recorded_azure_trace_is_read() -> None:
+    workload = read_trace(data_file("azure_llm_2023_conv.csv"))
+    assert len(workload.requests) == 19366
+    assert 3400 < workload.requests[-1].start_seconds < 3600
+
+
+def test_the_recorded_mooncake_trace_is_read() -> None:
+    workload = read_trace(data_file("mooncake_conversation.jsonl"))
+    assert len(workload.requests) == 12031
+    first, second = (list(item.prompt.token_ids()) for item in workload.requests[:2])
+    assert first[:512] == second[:512]
