@@ -66,7 +66,10 @@ class Options:
     )
     draft_tokens: int = _option("scheduler", "Most guesses per request and step", 4, low=1, high=32)
     role: str = _option(
-        "scheduler", "What this engine does for a request", "both", choices=("both", "prefill", "decode")
+        "scheduler",
+        "prefill: end each request with its first token and keep its KV for export to another engine",
+        "both",
+        choices=("both", "prefill"),
     )
 
     host: str = _option("server", "Address to listen on; beyond loopback needs --keys", "127.0.0.1")

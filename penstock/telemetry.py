@@ -7,13 +7,14 @@ import datetime
 import json
 import logging
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TextIO
 
 LogFormat = Literal["json", "text"]
 
 _ACCESS_LOGGER = "penstock.access"
 _FIELDS = "penstock_fields"
+_GENERATION_FIELDS = ("stream", "num_choices", "prompt_tokens", "cached_tokens", "output_tokens")
 
 
 @dataclass(slots=True)
@@ -51,22 +52,20 @@ def configure_logging(log_format: LogFormat, *, process: str, stream: TextIO | N
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
-def log_event(logger: logging.Logger, message: str, *, level: int = logging.INFO, **fields: Any) -> None:
+def log_event(logger: logging.Logger, message: str, *, level: int = logging.INFO, **values: Any) -> None:
     """Write one line with named values."""
     if logger.isEnabledFor(level):
-        logger.log(level, message, extra={_FIELDS: fields})
+        logger.log(level, message, extra={_FIELDS: values})
 
 
 def log_request(record: RequestRecord) -> None:
     """Write a request's line: what it asked for, what it cost and how it ended."""
-    values: dict[str, Any] = {
-        name: round(value, 6) if isinstance(value, float) else value
-        for name, value in asdict(record).items()
-        if name != "arrival" and value not in ("", None)
-    }
-    if not record.num_choices:
-        for name in ("stream", "num_choices", "prompt_tokens", "cached_tokens", "output_tokens"):
-            values.pop(name)
+    left_out = {"arrival"} if record.num_choices else {"arrival", *_GENERATION_FIELDS}
+    values: dict[str, Any] = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if field.name not in left_out and value not in ("", None):
+            values[field.name] = round(value, 6) if isinstance(value, float) else value
     log_event(logging.getLogger(_ACCESS_LOGGER), "request", level=logging.INFO, **values)
 
 
@@ -100,8 +99,8 @@ class _TextLines(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = " ".join(f"{name}={_shown(value)}" for name, value in getattr(record, _FIELDS, {}).items())
-        parts = (_time(record), record.levelname.lower(), self._process, _one_line(record.getMessage()), fields)
+        values = " ".join(f"{name}={_shown(value)}" for name, value in getattr(record, _FIELDS, {}).items())
+        parts = (_time(record), record.levelname.lower(), self._process, _one_line(record.getMessage()), values)
         line = " ".join(part for part in parts if part)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 

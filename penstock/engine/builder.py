@@ -95,6 +95,7 @@ def _make_scheduler(config: EngineConfig, spec: ModelSpec) -> Scheduler:
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         draft_tokens=config.draft_tokens,
+        prefill_only=config.role == "prefill",
     )
     drafter = None if config.speculative == "none" else DRAFTERS.load(config.speculative)()
     return Scheduler(scheduler_config, cache, EngineMetrics(), drafter=drafter)

@@ -16,8 +16,12 @@ from penstock.engine.messages import (
     EngineInfo,
     EngineStats,
     Events,
+    ExportedPrefix,
+    ExportPrefix,
     Goodbye,
     Hello,
+    ImportedPrefix,
+    ImportPrefix,
     Submit,
     TokenEvent,
     ToEngine,
@@ -99,6 +103,7 @@ class EngineClient:
         self.stats = EngineStats()
         self._stats_at: float | None = None
         self._streams: dict[str, TokenStream] = {}
+        self._answers: dict[str, asyncio.Future[ExportedPrefix | ImportedPrefix]] = {}
         self._ready = asyncio.Event()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -168,6 +173,32 @@ class EngineClient:
         if request_id in self._streams and self.connected:
             self._send(Abort([request_id]))
 
+    async def export_prefix(
+        self, tokens: list[int], *, request_id: str, tenant: str = "", adapter: str = ""
+    ) -> list[bytes]:
+        """Return the KV of the leading whole blocks of `tokens`, as far as the engine has them cached."""
+        message = ExportPrefix(request_id=request_id, tokens=tokens, tenant=tenant, adapter=adapter)
+        answer = await self._ask(request_id, message)
+        assert isinstance(answer, ExportedPrefix)
+        return answer.blocks
+
+    async def import_prefix(
+        self, tokens: list[int], blocks: list[bytes], *, request_id: str, tenant: str = "", adapter: str = ""
+    ) -> int:
+        """Give the engine blocks that another of the same model exported; return how many tokens it now finds."""
+        message = ImportPrefix(request_id=request_id, tokens=tokens, blocks=blocks, tenant=tenant, adapter=adapter)
+        answer = await self._ask(request_id, message)
+        assert isinstance(answer, ImportedPrefix)
+        return answer.num_tokens
+
+    async def _ask(self, request_id: str, message: ToEngine) -> ExportedPrefix | ImportedPrefix:
+        if not self.connected:
+            raise EngineUnavailable("the engine is starting or restarting; try again in a few seconds")
+        future: asyncio.Future[ExportedPrefix | ImportedPrefix] = asyncio.get_running_loop().create_future()
+        self._answers[request_id] = future
+        self._send(message)
+        return await future
+
     def say_goodbye(self, identity: bytes) -> None:
         """Tell the engine that another client is gone, so that its requests end."""
         if self.connected:
@@ -199,6 +230,10 @@ class EngineClient:
                 case EngineStats():
                     self.stats = message
                     self._stats_at = time.monotonic()
+                case ExportedPrefix(request_id) | ImportedPrefix(request_id):
+                    answer = self._answers.pop(request_id, None)
+                    if answer is not None and not answer.done():
+                        answer.set_result(message)
                 case EngineInfo():
                     self.info = message
                     self._ready.set()
@@ -226,3 +261,7 @@ class EngineClient:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(EngineFailed(why))
+        answers, self._answers = self._answers, {}
+        for answer in answers.values():
+            if not answer.done():
+                answer.set_exception(EngineFailed(why))

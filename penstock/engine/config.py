@@ -46,6 +46,7 @@ class EngineConfig:
     prefix_cache: bool
     speculative: str
     draft_tokens: int
+    role: str = "both"
 
 
 def resolve(sourced: Sourced, spec: ModelSpec, facts: DeviceFacts) -> tuple[EngineConfig, list[Setting]]:
@@ -75,7 +76,7 @@ class _Resolver:
         num_blocks = self._num_blocks(dtype, max_running, wanted_context)
         context = self._fit_context(wanted_context, num_blocks)
         host_bytes = parse_bytes("--host-kv-memory", options.host_kv_memory)
-        for name in ("host_kv_memory", "block_tokens", "prefix_cache", "max_waiting", "speculative", "draft_tokens"):
+        for name in ("host_kv_memory", "block_tokens", "prefix_cache", "max_waiting", "speculative", "draft_tokens", "role"):
             self._note(name, getattr(options, name), self.sourced.why(name))
         config = EngineConfig(
             device=facts.kind,
@@ -93,6 +94,7 @@ class _Resolver:
             prefix_cache=options.prefix_cache,
             speculative=options.speculative,
             draft_tokens=options.draft_tokens,
+            role=options.role,
         )
         return config, self.settings
 

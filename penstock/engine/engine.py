@@ -4,6 +4,7 @@ Joins scheduler and runner. Knows nothing of sockets, text or tensors.
 """
 
 import logging
+from collections.abc import Sequence
 
 from penstock.engine.messages import EngineStats, Submit, TokenEvent
 from penstock.engine.metrics import EngineMetrics
@@ -59,6 +60,23 @@ class Engine:
         launched = (plan, self.runner.launch(plan)) if plan.has_work else None
         settling, self._in_flight = self._in_flight, launched
         return self._forget_finished(self._settle(*settling)) if settling else []
+
+    def export_prefix(self, tokens: Sequence[int], *, tenant: str = "", adapter: str = "") -> list[bytes]:
+        """Return the KV of the leading whole blocks of `tokens`, as far as they are cached here."""
+        cache = self.scheduler.cache
+        return self.runner.read_blocks(cache.find_prefix(cache.open(tenant=tenant, adapter=adapter), tokens))
+
+    def import_prefix(
+        self, tokens: Sequence[int], contents: Sequence[bytes], *, tenant: str = "", adapter: str = ""
+    ) -> int:
+        """Cache what another engine of the same model exported; return how many tokens are now found here."""
+        cache = self.scheduler.cache
+        guest = cache.open(tenant=tenant, adapter=adapter)
+        planted = cache.plant_prefix(guest, tokens, len(contents))
+        self.runner.write_blocks(list(planted.values()), [contents[index] for index in planted])
+        num_tokens = len(guest.blocks) * cache.block_tokens
+        cache.free(guest)
+        return num_tokens
 
     def stats(self) -> EngineStats:
         """Everything the engine knows about itself, at this moment."""

@@ -42,7 +42,26 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """End the engine process now."""
 
 
-ToEngine = Submit | Abort | Hello | Goodbye | Shutdown
+class ExportPrefix(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Hand out the KV of the leading whole blocks of `tokens`; answered with `ExportedPrefix`."""
+
+    request_id: str
+    tokens: list[int]
+    tenant: str = ""
+    adapter: str = ""
+
+
+class ImportPrefix(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Cache blocks that another engine of the same model exported; answered with `ImportedPrefix`."""
+
+    request_id: str
+    tokens: list[int]
+    blocks: list[bytes]
+    tenant: str = ""
+    adapter: str = ""
+
+
+ToEngine = Submit | Abort | Hello | Goodbye | Shutdown | ExportPrefix | ImportPrefix
 
 # ---------------------------------------------------------------- engine to client
 
@@ -120,7 +139,17 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     histograms: dict[str, Histogram] = {}  # ttft_seconds, time_per_output_token_seconds, e2e_seconds, queue_seconds, step_seconds
 
 
-ToClient = Events | EngineInfo | EngineStats
+class ExportedPrefix(msgspec.Struct, tag=True, frozen=True):
+    request_id: str
+    blocks: list[bytes]
+
+
+class ImportedPrefix(msgspec.Struct, tag=True, frozen=True):
+    request_id: str
+    num_tokens: int  # leading tokens that this engine now finds in its cache
+
+
+ToClient = Events | EngineInfo | EngineStats | ExportedPrefix | ImportedPrefix
 
 STATS_SECONDS = 0.5
 

@@ -20,8 +20,12 @@ from penstock.engine.messages import (
     Abort,
     EngineInfo,
     Events,
+    ExportedPrefix,
+    ExportPrefix,
     Goodbye,
     Hello,
+    ImportedPrefix,
+    ImportPrefix,
     Shutdown,
     Submit,
     TokenEvent,
@@ -72,7 +76,7 @@ class EngineProcess:
 
     def _receive(self, *, wait: bool) -> None:
         """Take in every frame that is there; with nothing to do, wait for one until stats are due."""
-        if wait and not self._socket.poll(max(1.0, (self._stats_due - time.monotonic()) * 1000)):
+        if wait and not self._socket.poll(max(1, int((self._stats_due - time.monotonic()) * 1000))):
             self._stopping = self._stopping or os.getppid() != self._parent
             return
         while True:
@@ -96,6 +100,14 @@ class EngineProcess:
             case Goodbye(identity):
                 self._clients.discard(identity)
                 self._engine.drop_client(identity)
+            case ExportPrefix():
+                blocks = self._engine.export_prefix(message.tokens, tenant=message.tenant, adapter=message.adapter)
+                self._socket.send_multipart([client, encode(ExportedPrefix(message.request_id, blocks))])
+            case ImportPrefix():
+                found = self._engine.import_prefix(
+                    message.tokens, message.blocks, tenant=message.tenant, adapter=message.adapter
+                )
+                self._socket.send_multipart([client, encode(ImportedPrefix(message.request_id, found))])
             case Shutdown():
                 self._stopping = True
 

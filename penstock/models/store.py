@@ -86,7 +86,7 @@ def resolve(
         path = fetch_model(ALIASES[model], _alias_folder(model, cache_dir), progress)
         return ModelFiles(model, "gguf", path, source=model, load_format=_format(dummy))
     path = Path(model).expanduser()
-    if path.exists():
+    if model and path.exists():
         return _local(path.resolve(), dummy=dummy)
     if not model.startswith((".", "/", "~")):
         if _HUB_ID.fullmatch(model):

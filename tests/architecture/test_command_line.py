@@ -8,7 +8,7 @@ import typer.main
 from penstock.cli import app
 from penstock.config import Options, flag
 
-COMMANDS = ["serve", "pull", "models", "chat", "generate", "explain", "doctor", "version", "bench"]
+COMMANDS = ["serve", "pull", "models", "chat", "generate", "explain", "doctor", "version"]
 # Groups of commands for those who develop or operate; their flags are their own.
 GROUPS = {"bench": ["serve", "offline", "compare"]}
 
@@ -54,9 +54,7 @@ OWN_FLAGS = {
     "doctor": ["--json"],
     "version": [],
     "serve": [],
-    "bench": [],  # it has commands of its own
 }
-# Of a load generator, not of Penstock: they are not among its options.
 BENCH_FLAGS = {
     "serve": [
         "--url",
@@ -139,8 +137,3 @@ def test_there_are_at_most_40_flags_in_all() -> None:
 def test_the_benchmarks_own_flags_are_frozen(command: str) -> None:
     table = {flag(name) for name in OPTIONS if name != "model"} | {"--config"}
     assert [item for item in flags_of("bench", command) if item not in table] == BENCH_FLAGS[command]
-
-
-def test_the_benchmarks_are_frozen() -> None:
-    bench = typer.main.get_command(app).commands["bench"]  # type: ignore[attr-defined]
-    assert list(bench.commands) == list(BENCH_FLAGS)

@@ -6,6 +6,7 @@ exactly the row's tokens at every position before: a block freed too early, shar
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.engine.runner.interface import LaunchedStep, Runner, StepFailed
@@ -66,6 +67,17 @@ class FakeRunner(Runner):
             result = StepResult(plan.number, self._run(plan), 0.001)
             self.results[plan.number] = lambda: result
         return FakeStep(self, plan)
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
+        size = self.block_tokens
+        return [
+            b"".join(struct.pack("<qI", *self.kv[block, offset]) for offset in range(size)) for block in blocks
+        ]
+
+    def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
+        for block, content in zip(blocks, contents, strict=True):
+            for offset, held in enumerate(struct.iter_unpack("<qI", content)):
+                self.kv[block, offset] = held
 
     def close(self) -> None:
         self.results.clear()

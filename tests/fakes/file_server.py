@@ -19,6 +19,7 @@ class FileServer(ThreadingHTTPServer):
         self.cut_after: int | None = None  # end the connection after so many bytes, once
         self.ranges = True
         self.refused_agents: tuple[str, ...] = ()  # user agents that get a 403
+        self.failure: tuple[int, dict[str, str]] | None = None  # status and headers of every answer
 
     @property
     def url(self) -> str:
@@ -41,6 +42,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests.append((self.command, path, wanted))
         if self.headers.get("User-Agent", "").startswith(self.server.refused_agents or "\0"):
             self._start(403, 0)
+        elif self.server.failure is not None:
+            self._start(self.server.failure[0], 0, self.server.failure[1])
         elif path not in self.server.files:
             self._start(404, 0)
         else:

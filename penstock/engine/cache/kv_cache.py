@@ -129,6 +129,38 @@ class KvCache:
         cache.blocks.clear()
         cache.num_named = 0
 
+    def find_prefix(self, cache: RequestCache, tokens: Sequence[int]) -> list[int]:
+        """Return the device blocks that hold the leading whole blocks of `tokens`. Holds nothing."""
+        self._hash_up_to(cache, tokens, len(tokens) // self.block_tokens)
+        found = []
+        for name in cache.names:
+            block = self.pool.find(name)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def plant_prefix(self, cache: RequestCache, tokens: Sequence[int], num_blocks: int) -> dict[int, int]:
+        """Take and name blocks for the leading whole blocks of `tokens` that are not here yet.
+
+        Returns block by index. The caller fills them and then `free`s the cache, which leaves them to be found.
+        """
+        assert self._share_prefixes
+        assert not cache.blocks
+        self._hash_up_to(cache, tokens, min(num_blocks, len(tokens) // self.block_tokens))
+        planted = {}
+        for index, name in enumerate(cache.names):
+            block = self.pool.find(name)
+            if block is not None:
+                self.pool.hold(block)
+            elif self.pool.num_free == 0:
+                break
+            else:
+                block = planted[index] = self._take()
+                self.pool.give_name(block, name)
+            cache.blocks.append(block)
+        return planted
+
     def take_copies(self) -> list[TierCopy]:
         """Hand over the copies between tiers that the next step must make first."""
         copies, self._copies = self._copies, []

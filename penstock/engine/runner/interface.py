@@ -1,6 +1,7 @@
 """What the engine asks of whatever runs its plans: a model, a fleet of ranks, a simulator or a test."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from penstock.engine.scheduler.step_plan import StepPlan, StepResult
 
@@ -19,6 +20,14 @@ class Runner(ABC):
     @abstractmethod
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step and return at once."""
+
+    @abstractmethod
+    def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
+        """Return the KV of these blocks as they are after every launched step. Waits for those steps."""
+
+    @abstractmethod
+    def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Fill blocks with what another engine read, before any step that is launched later."""
 
     @abstractmethod
     def close(self) -> None:

@@ -11,11 +11,6 @@ from penstock.engine.scheduler.step_plan import TierCopy
 from penstock.models.spec import ModelSpec
 
 
-def block_bytes(spec: ModelSpec, block_tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers, keys and values."""
-    return spec.num_layers * 2 * block_tokens * spec.kv_size * dtype.itemsize
-
-
 class KvPool:
     """One tensor per layer: [2, blocks, block_tokens, kv_heads, head_dim], keys then values."""
 
@@ -48,6 +43,24 @@ class KvPool:
                     host_block[layer].copy_(pool[:, item.block], non_blocking=True)
                 else:
                     pool[:, item.block].copy_(host_block[layer], non_blocking=True)
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of one block over all layers."""
+        return sum(pool[:, 0].numel() * pool.element_size() for pool in self.layers)
+
+    def read(self, block: int) -> bytes:
+        """Return one block of all layers. Waits for the device."""
+        parts = torch.stack([pool[:, block] for pool in self.layers])
+        return parts.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+    def write(self, block: int, content: bytes) -> None:
+        """Fill one block of all layers with what `read` gave elsewhere."""
+        assert len(content) == self.block_bytes
+        first = self.layers[0]
+        parts = torch.frombuffer(bytearray(content), dtype=first.dtype).view(len(self.layers), *first[:, 0].shape)
+        for pool, part in zip(self.layers, parts, strict=True):
+            pool[:, block].copy_(part)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

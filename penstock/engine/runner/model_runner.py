@@ -4,8 +4,10 @@ Knows tensors, rows and blocks. Knows nothing of queues, clients or text.
 """
 
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +24,8 @@ from penstock.engine.sampling.sampler import Sampled, Sampler
 from penstock.engine.scheduler.step_plan import SliceResult, StepPlan, StepResult
 from penstock.kernels.attention.interface import AttentionBackend, AttentionStep
 from penstock.models.decoder import Decoder
+
+T = TypeVar("T")
 
 # Prompt log-probabilities need logits of every position: so many at a time, to bound memory.
 _LOGIT_ROWS = 128
@@ -98,9 +102,26 @@ class ModelRunner(Runner):
             return _ThreadStep(self._thread.submit(self._run, plan))
         return _StreamStep(self, plan)
 
+    def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
+        def read() -> list[bytes]:
+            return [self._kv_pool.read(block) for block in blocks]
+
+        return self._in_order(read)
+
+    def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
+        def write() -> None:
+            for block, content in zip(blocks, contents, strict=True):
+                self._kv_pool.write(block, content)
+
+        self._in_order(write)
+
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
+
+    def _in_order(self, action: Callable[[], T]) -> T:
+        """Do something after every launched step: on a GPU the stream sees to that."""
+        return action() if self._thread is None else self._thread.submit(action).result()
 
     def _run(self, plan: StepPlan) -> StepResult:
         return self.execute(plan).read()

@@ -44,6 +44,7 @@ class SchedulerConfig:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     draft_tokens: int = 0
+    prefill_only: bool = False  # requests end with their first token; their blocks stay to be exported
     expected_output_tokens: float = 64.0  # the first guess; the mean of finished requests takes over
 
 
@@ -96,6 +97,7 @@ class Scheduler:
             )
         params = submit.params
         wanted = params.max_tokens if params.max_tokens is not None else self.config.max_context_tokens
+        wanted = 1 if self.config.prefill_only else wanted
         eos = () if params.ignore_eos else self.config.eos_token_ids
         request = RequestState(
             number=self._next_number,

@@ -34,7 +34,7 @@ def overview_table(report: Report) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("run")
     for figure in figures:
-        table.add_column(figure.short, justify="right", no_wrap=True)
+        table.add_column(figure.short or figure.name, justify="right", no_wrap=True)
     for run in report.runs:
         table.add_row(Text(run.label), *(shown(figure.of(run)) for figure in figures))
     return table

@@ -160,6 +160,24 @@ async def test_a_goodbye_drops_another_clients_requests(client, running, tmp_pat
     await other.close()
 
 
+async def test_a_prefix_travels_from_one_engine_to_another(client, tmp_path):
+    prompt = list(range(20, 41))
+    await collect(ask(client, prompt=prompt))
+    blocks = await client.export_prefix(prompt, request_id="x")
+    assert len(blocks) == 5
+    second = RunningEngine(tmp_path / "second.sock")
+    other = await EngineClient.connect(str(tmp_path / "second.sock"), b"worker-0")
+    try:
+        await asyncio.wait_for(other.wait_ready(), 5)
+        assert await other.import_prefix(prompt, blocks, request_id="y") == 20
+        tokens, _ = await collect(ask(other, prompt=prompt))
+        assert tokens == expected_tokens(prompt, 1, VOCAB, 8)
+        assert second.engine.metrics.prefix_hit_tokens == 20
+    finally:
+        await other.close()
+        second.stop()
+
+
 def _slowly(launch):
     def slow(plan):
         time.sleep(0.02)

@@ -123,6 +123,33 @@ def test_preemption_happens_and_changes_nothing(tiny):
     assert together == [alone(tiny, request) for request in requests]
 
 
+def test_a_prefill_engine_hands_its_work_to_a_decode_engine(tiny):
+    prompt = [(7 * i) % 96 for i in range(50)]
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    prefill = engine_of(tiny, role="prefill")
+    assert len(run_open(prefill, prompt, params)) == 1
+    blocks = prefill.export_prefix(prompt)
+    assert len(blocks) == 3
+    decode = engine_of(tiny)
+    assert decode.import_prefix(prompt, blocks) == 48
+    assert run_open(decode, prompt, params) == alone(tiny, (prompt, params))
+    assert decode.metrics.prefix_hit_tokens == 48
+    assert decode.import_prefix(prompt, blocks) == 48, "importing again changes nothing"
+    assert decode.scheduler.cache.pool.num_held == 0
+    for engine in (prefill, decode):
+        engine.runner.close()
+
+
+def run_open(engine, prompt, params):
+    """Run one request and leave the engine open."""
+    engine.submit(Submit(request_id="a", prompt=prompt, params=params, arrival=time.monotonic()))
+    tokens = []
+    while engine.has_work:
+        for _, event in engine.step():
+            tokens += event.token_ids
+    return tokens
+
+
 def test_a_seed_gives_the_same_sample_and_another_seed_another(tiny):
     def sample(seed):
         return alone(tiny, ([1, 2, 3], SamplingParams(max_tokens=20, temperature=1.0, seed=seed, ignore_eos=True)))

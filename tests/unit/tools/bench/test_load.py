@@ -10,8 +10,8 @@ from penstock.tools.bench.client import Measurement
 from penstock.tools.bench.generator_health import judge
 from penstock.tools.bench.load import LoadResult, run_load
 from penstock.tools.bench.shape import parse_shape
-from penstock.tools.bench.tables import warnings
 from penstock.tools.bench.summary import ServiceLevel, summarise
+from penstock.tools.bench.tables import warnings
 from penstock.tools.bench.workload import PlannedRequest, Workload
 from tests.unit.tools.bench.virtual_time import VirtualLoop, run_virtually
 

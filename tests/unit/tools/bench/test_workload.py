@@ -78,7 +78,7 @@ def test_cpu_workloads_are_small_greedy_and_at_once(batch: int) -> None:
 
 
 def test_an_unknown_name_lists_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="give one of: mixed256, .*cpu16"):
+    with pytest.raises(ConfigError, match=r"give one of: mixed256, .*cpu16"):
         named_workload("mixed")
 
 
