@@ -8,6 +8,7 @@ TOML file named by --config, the default.
 """
 
 import dataclasses
+import math
 import os
 import re
 import tomllib
@@ -61,7 +62,9 @@ class Options:
     max_step_tokens: int | None = _option("scheduler", "Most tokens in one step (sizes prefill chunks)", None, low=1)
     max_waiting: int = _option("scheduler", "Most requests in the queue; more are refused with 429", 1024, low=0)
     speculative: str = _option(
-        "scheduler", "Guess tokens and verify several per step; the output stays the same", "none",
+        "scheduler",
+        "Guess tokens and verify several per step; the output stays the same",
+        "none",
         choices=("none", "ngram"),
     )
     draft_tokens: int = _option("scheduler", "Most guesses per request and step", 4, low=1, high=32)
@@ -105,9 +108,7 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def gather(
-    given: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ, file: Path | None = None
-) -> Sourced:
+def gather(given: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ, file: Path | None = None) -> Sourced:
     """Merge the command line, environment and file over the defaults, and check every value.
 
     `given` holds the options that the command line named; a value of None counts as not given.
@@ -180,7 +181,7 @@ def _to_bool(shown: str, value: Any) -> bool:
 def _to_number(shown: str, value: Any, kind: type, limits: Mapping[str, Any]) -> int | float:
     try:
         number = kind(value)
-        if number != number or isinstance(value, bool) or (kind is int and isinstance(value, float)):
+        if math.isnan(number) or isinstance(value, bool) or (kind is int and isinstance(value, float)):
             raise ValueError
     except (ValueError, TypeError, OverflowError):
         right = "a whole number" if kind is int else "a number"

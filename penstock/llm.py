@@ -167,9 +167,7 @@ class LLM:
     def _submit(self, prompt: list[int], params: SamplingParams, open_requests: dict[str, _Open]) -> _Open:
         name = str(self._next_id)
         self._next_id += 1
-        refused = self._engine.submit(
-            Submit(request_id=name, prompt=prompt, params=params, arrival=time.monotonic())
-        )
+        refused = self._engine.submit(Submit(request_id=name, prompt=prompt, params=params, arrival=time.monotonic()))
         request = _Open(TextAssembler(self.tokenizer, params), len(prompt))
         for _, event in refused:
             request.take(event)

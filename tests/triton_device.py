@@ -12,7 +12,6 @@ import pytest
 import torch
 
 
-
 def _let_loops_run_to_a_loaded_bound() -> None:
     """Triton 3.6's interpreter asks numpy for int(array of one element), which numpy 2.4 and later refuse."""
     from triton.runtime import interpreter

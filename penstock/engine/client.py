@@ -6,6 +6,7 @@ Notices by itself when the engine goes away and when it is back. No torch; one e
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -23,8 +24,8 @@ from penstock.engine.messages import (
     ImportedPrefix,
     ImportPrefix,
     Submit,
-    TokenEvent,
     ToEngine,
+    TokenEvent,
     decode_to_client,
     encode,
 )
@@ -74,6 +75,12 @@ class TokenStream(AsyncIterator[TokenEvent]):
         """The engine is gone: what has arrived is still given out, then the failure is raised."""
         self._failure = failure
         self._arrived.set()
+
+
+def _look_at_failure(sent: "asyncio.Task[Any]") -> None:
+    """Mark a failed send as seen."""
+    if not sent.cancelled():
+        sent.exception()
 
 
 def _merge(first: TokenEvent, second: TokenEvent) -> TokenEvent:
@@ -218,7 +225,7 @@ class EngineClient:
     def _send(self, message: ToEngine) -> None:
         # The queue has no limit, so that a send never waits. It fails only while the engine is going away, and then
         # every stream is about to hear of that.
-        self._socket.send(encode(message), zmq.NOBLOCK).add_done_callback(asyncio.Future.exception)
+        asyncio.ensure_future(self._socket.send(encode(message), zmq.NOBLOCK)).add_done_callback(_look_at_failure)
 
     async def _receive(self) -> None:
         while True:

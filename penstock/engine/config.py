@@ -76,7 +76,15 @@ class _Resolver:
         num_blocks = self._num_blocks(dtype, max_running, wanted_context)
         context = self._fit_context(wanted_context, num_blocks)
         host_bytes = parse_bytes("--host-kv-memory", options.host_kv_memory)
-        for name in ("host_kv_memory", "block_tokens", "prefix_cache", "max_waiting", "speculative", "draft_tokens", "role"):
+        for name in (
+            "host_kv_memory",
+            "block_tokens",
+            "prefix_cache",
+            "max_waiting",
+            "speculative",
+            "draft_tokens",
+            "role",
+        ):
             self._note(name, getattr(options, name), self.sourced.why(name))
         config = EngineConfig(
             device=facts.kind,
@@ -169,7 +177,7 @@ class _Resolver:
             share = _KV_SHARE[self.facts.kind]
             room = int((self.facts.free_bytes - self._weight_bytes(dtype)) * share)
             num_blocks = min(room // per_block, blocks_each * max_running)
-            why = f"auto: up to {share:.0%} of free memory, no more than {max_running} longest requests; {num_blocks} blocks"
+            why = f"auto: up to {share:.0%} of free memory, at most {max_running} longest requests; {num_blocks} blocks"
         fewest = 1 if self.options.max_context_tokens is None else blocks_each
         if num_blocks < fewest:
             raise ConfigError(

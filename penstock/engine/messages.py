@@ -136,7 +136,9 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     num_refused: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    histograms: dict[str, Histogram] = {}  # ttft_seconds, time_per_output_token_seconds, e2e_seconds, queue_seconds, step_seconds
+    histograms: dict[
+        str, Histogram
+    ] = {}  # ttft_seconds, time_per_output_token_seconds, e2e_seconds, queue_seconds, step_seconds
 
 
 class ExportedPrefix(msgspec.Struct, tag=True, frozen=True):
@@ -163,8 +165,10 @@ def encode(message: ToEngine | ToClient) -> bytes:
 
 
 def decode_to_engine(frame: bytes) -> ToEngine:
-    return _to_engine.decode(frame)
+    message: ToEngine = _to_engine.decode(frame)
+    return message
 
 
 def decode_to_client(frame: bytes) -> ToClient:
-    return _to_client.decode(frame)
+    message: ToClient = _to_client.decode(frame)
+    return message

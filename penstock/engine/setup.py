@@ -11,6 +11,7 @@ import msgspec
 from penstock.config import Options, Sourced
 from penstock.models.store import ModelFiles
 
+
 class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     """One JSON document."""
 

@@ -1,6 +1,7 @@
 """The parent of all processes of one server: starts them, watches them, restarts them, and ends them in order.
 
-Holds the listening socket, so that no connection is lost while an API worker is replaced. Never sees a request. No torch.
+Holds the listening socket, so that no connection is lost while an API worker is replaced. Never sees a request, never
+loads torch.
 """
 
 import asyncio
@@ -218,7 +219,7 @@ class Supervisor:
         info = await self._client.wait_ready()
         self.timeline.extend(info.timeline)
         host, port = self._listener.getsockname()[:2]
-        while not await _answers(host, port, "/ready"):
+        while not await _answers(host, port, "/ready"):  # noqa: ASYNC110 - another process's state has no event
             await asyncio.sleep(0.05)
         self.timeline.mark("API workers")
         self._on_ready(self)
@@ -244,6 +245,7 @@ class Supervisor:
 
     async def _ended(self, processes: list[asyncio.subprocess.Process], limit: float) -> None:
         """Wait for processes, but no longer than the limit or the second signal."""
+
         async def all_ended() -> None:
             for process in processes:
                 await process.wait()

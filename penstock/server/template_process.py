@@ -95,12 +95,9 @@ def _write_frame(stream: BinaryIO, document: dict[str, Any]) -> None:
 
 
 def _limit_resources() -> None:
-    limits = {
-        resource.RLIMIT_AS: MAX_MEMORY_BYTES,
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NOFILE: 16,
-    }
+    limits = {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 16}
+    if sys.platform != "darwin":  # which has no such limit
+        limits[resource.RLIMIT_AS] = MAX_MEMORY_BYTES
     for kind, limit in limits.items():
         hard = resource.getrlimit(kind)[1]
         value = limit if hard == resource.RLIM_INFINITY else min(limit, hard)

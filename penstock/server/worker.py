@@ -28,6 +28,8 @@ from penstock.server.worker_setup import WorkerSetup, decode_worker_setup
 from penstock.telemetry import configure_logging, log_event
 
 _PARENT_SECONDS = 0.5
+# Longer than clients keep idle connections: whoever closes first must be the one that knows of the next request.
+_KEEP_ALIVE_SECONDS = 75
 # Behind the drain: time for the error events of requests that ran out of it to leave.
 _LAST_WORDS_SECONDS = 2
 
@@ -59,6 +61,7 @@ class Worker:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=int(self._drain_seconds) + _LAST_WORDS_SECONDS,
             )
         )

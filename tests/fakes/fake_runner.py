@@ -70,9 +70,7 @@ class FakeRunner(Runner):
 
     def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
         size = self.block_tokens
-        return [
-            b"".join(struct.pack("<qI", *self.kv[block, offset]) for offset in range(size)) for block in blocks
-        ]
+        return [b"".join(struct.pack("<qI", *self.kv[block, offset]) for offset in range(size)) for block in blocks]
 
     def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
         for block, content in zip(blocks, contents, strict=True):
@@ -88,9 +86,7 @@ class FakeRunner(Runner):
     def _run(self, plan: StepPlan) -> list[SliceResult]:
         for copy in plan.tier_copies:
             if copy.to_host:
-                self.host[copy.host_slot] = {
-                    offset: self.kv[copy.block, offset] for offset in range(self.block_tokens)
-                }
+                self.host[copy.host_slot] = {offset: self.kv[copy.block, offset] for offset in range(self.block_tokens)}
             else:
                 for offset, held in self.host[copy.host_slot].items():
                     self.kv[copy.block, offset] = held
@@ -118,9 +114,7 @@ class FakeRunner(Runner):
         accepted: list[int] = []
         for position in range(end - piece.num_samples, end):
             context = [row.tokens[p] for p in range(position + 1)]
-            cached = [
-                self.kv[row.table[p // self.block_tokens], p % self.block_tokens] for p in range(position + 1)
-            ]
+            cached = [self.kv[row.table[p // self.block_tokens], p % self.block_tokens] for p in range(position + 1)]
             assert cached == list(enumerate(context)), "the cache does not hold this row's own past"
             token = next_token(context, row.seed, self.vocab_size)
             accepted.append(token)

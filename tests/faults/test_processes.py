@@ -56,7 +56,9 @@ class Stream:
 
 
 def is_idle(server):
-    return server.metric("penstock_total_running_requests") == 0 and server.metric("penstock_total_queued_requests") == 0
+    return (
+        server.metric("penstock_total_running_requests") == 0 and server.metric("penstock_total_queued_requests") == 0
+    )
 
 
 def test_a_killed_engine_ends_streams_with_a_typed_error_and_comes_back(server):

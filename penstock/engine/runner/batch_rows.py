@@ -1,7 +1,7 @@
 """The rows: each running request's tokens and block table, in tensors that live as long as the engine.
 
-A plan ships only what changed. Tokens are read and written where they are: a sampled token becomes the next step's input
-without passing through the host.
+A plan ships only what changed. Tokens are read and written where they are: a sampled token becomes the next step's
+input without passing through the host.
 """
 
 from collections.abc import Sequence

@@ -4,6 +4,8 @@ A graph is captured for each batch size of a ladder, largest first, so that all 
 takes the smallest that holds it; the rest of its rows are the scratch row. Only plain decoding: one token per row.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ class DecodeGraphs:
         self._rows_in = torch.full((max_batch,), rows.scratch_row, dtype=torch.int64, device=rows.device)
         self._positions_in = torch.zeros(max_batch, dtype=torch.int64, device=rows.device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # the memory that all graphs share
 
     @torch.inference_mode()
     def capture(self) -> None:

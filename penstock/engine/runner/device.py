@@ -20,7 +20,9 @@ def probe(wanted: str, spec: ModelSpec) -> DeviceFacts:
     if wanted == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device", "cuda", "torch sees no CUDA device here; use cpu, or install a CUDA build of torch")
+        raise ConfigError(
+            "--device", "cuda", "torch sees no CUDA device here; use cpu, or install a CUDA build of torch"
+        )
     return _probe_cuda(spec) if kind == "cuda" else _probe_cpu(spec)
 
 

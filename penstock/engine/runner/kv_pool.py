@@ -1,4 +1,7 @@
-"""The KV cache's memory, on the device and in the host tier. Moves blocks between them; knows nothing of their owners."""
+"""The KV cache's memory, on the device and in the host tier.
+
+Moves blocks between them; knows nothing of their owners.
+"""
 
 import math
 from collections.abc import Sequence
@@ -29,9 +32,7 @@ class KvPool:
         self._host: Tensor | None = None
         if num_host_slots:
             pinned = device.type == "cuda"
-            self._host = torch.empty(
-                num_host_slots, spec.num_layers, 2, *inner, dtype=dtype, pin_memory=pinned
-            )
+            self._host = torch.empty(num_host_slots, spec.num_layers, 2, *inner, dtype=dtype, pin_memory=pinned)
 
     def copy(self, copies: Sequence[TierCopy]) -> None:
         """Move blocks between device and host, in order."""
@@ -64,7 +65,7 @@ class KvPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeroed memory. On a CPU the system hands out zero pages as they are first used; filling them would take seconds."""
+    """Zeroed memory. On a CPU the system hands out zero pages at first use; filling them would take seconds."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)

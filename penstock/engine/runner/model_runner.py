@@ -208,7 +208,7 @@ class _ThreadStep(LaunchedStep):
     def wait(self) -> StepResult:
         try:
             return self._future.result()
-        except Exception as error:  # noqa: BLE001: whatever a step raises, only its own requests end
+        except Exception as error:
             raise StepFailed("the step raised") from error
 
 
@@ -219,7 +219,7 @@ class _StreamStep(LaunchedStep):
         self._failure: Exception | None = None
         try:
             self._pending = runner.execute(plan)
-        except Exception as error:  # noqa: BLE001: whatever a step raises, only its own requests end
+        except Exception as error:  # noqa: BLE001 - whatever a step raises, only its own requests end
             self._failure = error
         self._done = torch.cuda.Event()
         self._done.record()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.messages import TokenLogprob
-from penstock.engine.sampling.row_parameters import RowParameters
 from penstock.engine.runner.transfer import to_device, to_host
+from penstock.engine.sampling.row_parameters import RowParameters
 from penstock.kernels import sampling
 
 
@@ -98,9 +98,7 @@ class Sampler:
             index = to_device(group, logits.device)
             owners = rows[group]
             gather = parameters.to_device
-            numbers = sampling.uniform(
-                gather(parameters.seed, owners), to_device(positions[group], logits.device)
-            )
+            numbers = sampling.uniform(gather(parameters.seed, owners), to_device(positions[group], logits.device))
             picked = logits if len(group) == len(rows) else logits[index]
             temperatures = gather(parameters.temperature, owners)
             if with_filters:

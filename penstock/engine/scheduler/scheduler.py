@@ -92,9 +92,7 @@ class Scheduler:
             raise InvalidParameter("prompt", "a token id", f"give token ids from 0 to {self.config.vocab_size - 1}")
         if len(self.waiting) >= self.config.max_waiting + len(self._free_rows):
             self.metrics.num_refused += 1
-            raise Overloaded(
-                f"{len(self.waiting)} requests are waiting, which is the limit", retry_after_seconds=1.0
-            )
+            raise Overloaded(f"{len(self.waiting)} requests are waiting, which is the limit", retry_after_seconds=1.0)
         params = submit.params
         wanted = params.max_tokens if params.max_tokens is not None else self.config.max_context_tokens
         wanted = 1 if self.config.prefill_only else wanted
@@ -349,9 +347,7 @@ class Scheduler:
 
     # ------------------------------------------------------------ settling
 
-    def _settle(
-        self, request: RequestState, piece: RowSlice, outcome: SliceResult, now: float
-    ) -> Addressed | None:
+    def _settle(self, request: RequestState, piece: RowSlice, outcome: SliceResult, now: float) -> Addressed | None:
         if outcome.failed:
             return self._finish_failed(request)
         if outcome.prompt_logprobs is not None and request.row is not None:

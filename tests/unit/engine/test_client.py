@@ -34,9 +34,7 @@ class RunningEngine:
 
     def __init__(self, path):
         self.engine = make_engine(vocab_size=VOCAB, max_waiting=10)
-        self.process = EngineProcess(
-            BuiltEngine(self.engine, CONFIG, SPEC, []), str(path), Timeline(time.monotonic())
-        )
+        self.process = EngineProcess(BuiltEngine(self.engine, CONFIG, SPEC, []), str(path), Timeline(time.monotonic()))
         self.thread = threading.Thread(target=self.process.run)
         self.thread.start()
 
@@ -46,14 +44,14 @@ class RunningEngine:
         assert not self.thread.is_alive()
 
 
-@pytest.fixture()
+@pytest.fixture
 def running(tmp_path):
     engine = RunningEngine(tmp_path / "engine.sock")
     yield engine
     engine.stop()
 
 
-@pytest.fixture()
+@pytest.fixture
 async def client(running, tmp_path):
     client = await EngineClient.connect(str(tmp_path / "engine.sock"), b"worker-0")
     await asyncio.wait_for(client.wait_ready(), 5)

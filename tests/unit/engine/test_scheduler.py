@@ -24,8 +24,17 @@ BLOCK = 4
 
 
 def make_engine(
-    *, num_blocks=33, max_running=4, max_step_tokens=16, max_waiting=100, max_context=64, host_slots=0, drafts=0,
-    share_prefixes=True, vocab_size=VOCAB, expected_output=64.0,
+    *,
+    num_blocks=33,
+    max_running=4,
+    max_step_tokens=16,
+    max_waiting=100,
+    max_context=64,
+    host_slots=0,
+    drafts=0,
+    share_prefixes=True,
+    vocab_size=VOCAB,
+    expected_output=64.0,
 ):
     cache = KvCache(
         num_blocks,
@@ -114,8 +123,13 @@ def test_every_schedule_gives_the_same_tokens_and_returns_every_block(
 ):
     vocab = 17 if small_vocab else VOCAB
     engine = make_engine(
-        num_blocks=num_blocks, max_running=max_running, max_step_tokens=max_running + extra_budget,
-        host_slots=host_slots, drafts=drafts, vocab_size=vocab, expected_output=expected_output,
+        num_blocks=num_blocks,
+        max_running=max_running,
+        max_step_tokens=max_running + extra_budget,
+        host_slots=host_slots,
+        drafts=drafts,
+        vocab_size=vocab,
+        expected_output=expected_output,
     )
     wanted, events, aborted = {}, {}, set()
 

@@ -1,5 +1,7 @@
 """/v1/models: what is served."""
 
+import openai
+
 from tests.unit.server.conftest import MODEL, running_service
 from tests.unit.server.openai_schema import check
 
@@ -9,6 +11,12 @@ async def test_the_served_model_is_listed(service):
     check("ListModelsResponse", body)
     assert [model["id"] for model in body["data"]] == [MODEL]
     assert body["data"][0]["max_context_tokens"] == 512
+
+
+async def test_the_openai_client_lists_and_retrieves(address):
+    async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none") as client:
+        assert [model.id async for model in client.models.list()] == [MODEL]
+        assert (await client.models.retrieve(MODEL)).owned_by == "penstock"
 
 
 async def test_one_model_can_be_asked_for(service):
