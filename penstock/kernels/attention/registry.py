@@ -13,6 +13,7 @@ BACKENDS: Registry[type[AttentionBackend]] = Registry(
     "attention backend",
     {
         "triton": "penstock.kernels.attention.triton_paged:TritonPagedAttention",
+        "cpu": "penstock.kernels.attention.cpu:CpuAttention",
         "reference": "penstock.kernels.attention.reference:ReferenceAttention",
     },
 )

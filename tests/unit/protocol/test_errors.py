@@ -1,6 +1,8 @@
 """The catalogue: every error that a caller can meet has a status, a type and a stable code."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -61,3 +63,11 @@ def test_an_overload_says_when_to_come_back():
 
 def test_a_missing_key_says_how_to_send_one():
     assert reply_for(NotAuthenticated("no")).headers == {"www-authenticate": "Bearer"}
+
+
+def test_the_document_lists_the_catalogue():
+    text = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
+    documented = {
+        code: int(status) for code, status in re.findall(r"^\| `(\w+)` \| (\d{3}) \|", text, flags=re.MULTILINE)
+    }
+    assert documented == {code: kind.status for code, kind in CATALOGUE.items()}

@@ -3,8 +3,11 @@
 import base64
 import hashlib
 import re
+from pathlib import Path
 
 import pytest
+
+from penstock.server.app import create_app
 
 PAGES = ["/", "/docs"]
 
@@ -50,3 +53,13 @@ async def test_every_reference_in_the_document_resolves(service):
     assert used
     assert used <= set(schemas)
     assert set(schemas["ChatRequest"]["required"]) == {"model", "messages"}
+
+
+async def test_the_document_for_readers_lists_every_route(service):
+    text = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
+    rows = re.findall(r"^\| (`(?:GET|POST).*?) \| (\w+) \|", text, flags=re.MULTILINE)
+    documented = {route: access for routes, access in rows for route in re.findall(r"`(\w+ [^`]+)`", routes)}
+    endpoints = [route.endpoint.endpoint for route in create_app(service.context).routes]
+    assert documented == {
+        f"{endpoint.method} {endpoint.path.replace(':path', '')}": str(endpoint.access) for endpoint in endpoints
+    }
