@@ -17,22 +17,12 @@ from tokenizers import decoders, models, pre_tokenizers
 from penstock.engine import gguf_vocabulary
 from penstock.engine.gguf_vocabulary import SPACE_MARK
 from penstock.errors import InvalidParameter, ModelError
+from penstock.models.end_tokens import gguf_end_token_ids
 from penstock.models.gguf import GgufFile
 from penstock.models.registry import read_json
 from penstock.models.store import ModelFiles
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-
-# GGUF files name one end-of-text token; a chat model ends its turn with any of these that it has.
-_END_TOKENS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end|>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<end_of_turn>",
-)
 
 
 class Tokenizer:
@@ -291,20 +281,14 @@ def _require_whole_characters(text: str) -> None:
 
 def _from_gguf(file: GgufFile) -> Tokenizer:
     backend = gguf_vocabulary.build(file)
-    ids = {
-        name: value
-        for name in ("bos", "eos", "eot", "eom")
-        if isinstance(value := file.metadata.get(f"tokenizer.ggml.{name}_token_id"), int)
-    }
+    bos, eos = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
     template = file.metadata.get("tokenizer.chat_template")
-    named = [backend.token_to_id(token) for token in _END_TOKENS]
-    ends = [ids.get("eot"), ids.get("eom"), *named]
     return Tokenizer(
         backend,
         file=file.path,
-        bos_token_id=ids.get("bos"),
-        eos_token_id=ids.get("eos"),
-        end_token_ids=[token_id for token_id in ends if token_id is not None],
+        bos_token_id=bos if isinstance(bos, int) else None,
+        eos_token_id=eos if isinstance(eos, int) else None,
+        end_token_ids=gguf_end_token_ids(file.metadata),
         chat_template=template if isinstance(template, str) else None,
     )
 

@@ -5,6 +5,7 @@ A family calls one of these readers and changes what is its own with `dataclasse
 
 from collections.abc import Mapping
 
+from penstock.models.end_tokens import gguf_end_token_ids
 from penstock.models.parameters import Names, WeightLayout
 from penstock.models.rope_settings import read_gguf_rope, read_rope, rope_section
 from penstock.models.settings import GgufSettings, Settings
@@ -90,7 +91,6 @@ def read_gguf_decoder(
         raise settings.refusal("attention.value_length", f"it must equal attention.key_length ({head_dim})")
     embedding = settings.shapes.get("token_embd.weight", ())
     ropes = ropes or (read_gguf_rope(settings, head_dim=head_dim, theta=theta),)
-    stops = (settings.tokenizer.optional_integer(key, low=0) for key in ("eos_token_id", "eot_token_id"))
     return ModelSpec(
         family=family,
         vocab_size=embedding[0] if embedding else settings.integer("vocab_size"),
@@ -107,7 +107,7 @@ def read_gguf_decoder(
         tie_embeddings="output.weight" not in settings.shapes,
         attention_bias="blk.0.attn_q.bias" in settings.shapes,
         dtype="bfloat16",  # what nearly all models were trained in; float16 can overflow
-        eos_token_ids=tuple(dict.fromkeys(stop for stop in stops if stop is not None)),
+        eos_token_ids=gguf_end_token_ids(settings.values),
         bos_token_id=settings.tokenizer.optional_integer("bos_token_id", low=0),
     )
 

@@ -252,8 +252,9 @@ def _narrow(
 ):
     """Close in on the highest level whose tokens hold at least `wanted` (tokens by count, or weight).
 
-    Expects that the tokens that reach `low` hold it and those that reach `high` do not. Returns (low, high, amount that
-    those that reach `high` hold). Between the two lies one token, or tokens so close that they count as equal.
+    Expects that the tokens that reach `low` hold it and those that reach `high` do not. Returns (low, high, what those
+    that reach `high` hold, the edge): between low and high lies one token, or tokens so close that they count as equal,
+    and the edge is the highest of them.
     """
     low_count = tl.full([], VOCAB, tl.int32)
     high_count = tl.zeros([], tl.int32)
@@ -279,7 +280,19 @@ def _narrow(
             high, high_count, held = level_3, count_3, amount_3
         else:
             low, low_count = level_3, count_3
-    return low, high, held
+    edges = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, VOCAB, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        level = (_read(row_ptr, column, column < VOCAB) - highest) * sharpness
+        edges = tl.where(level < high, tl.maximum(edges, level), edges)
+    return low, high, held, tl.max(edges, axis=0)
+
+
+@triton.jit
+def _equals_needed(missing, edge, VOCAB: tl.constexpr):
+    """How many tokens at the level `edge` make up for a missing weight: at least the one that reaches it."""
+    needed = tl.ceil(missing / tl.exp(edge))
+    return tl.minimum(tl.maximum(needed, 1.0), VOCAB).to(tl.int32)
 
 
 @triton.jit
@@ -351,11 +364,12 @@ def _filter_kernel(
         # Below this level a float32 weight is zero, so it does not matter how many tokens are there.
         low = tl.full([], -110.0, tl.float32)
         high = low
+        edge = low
         num_between = tl.zeros([], tl.int32)
         if (top_k > 0) & (top_k < VOCAB):
             reaching, _, _, _, _, _ = _count(row_ptr, highest, sharpness, low, low, low, VOCAB, BLOCK)
             if reaching > top_k:
-                low, high, held = _narrow(
+                low, high, held, edge = _narrow(
                     row_ptr, highest, sharpness, low, low + 111.0, top_k.to(tl.float32), True, VOCAB, BLOCK
                 )
                 num_between = top_k.to(tl.int32) - held.to(tl.int32)
@@ -365,14 +379,14 @@ def _filter_kernel(
                 low, high, num_between = floor, floor, num_between * 0
         if top_p < 1.0:
             _, _, _, above, _, _ = _count(row_ptr, highest, sharpness, high, high, high, VOCAB, BLOCK)
-            wanted = top_p * (above + num_between * tl.exp(low))
+            wanted = top_p * (above + num_between * tl.exp(edge))
             if wanted <= above:
-                low, high, held = _narrow(
+                low, high, held, edge = _narrow(
                     row_ptr, highest, sharpness, high, high * 0.0 + 1.0, wanted, False, VOCAB, BLOCK
                 )
-                num_between = tl.maximum(tl.ceil((wanted - held) / tl.exp(low)), 1.0).to(tl.int32)
+                num_between = _equals_needed(wanted - held, edge, VOCAB)
             else:
-                num_between = tl.minimum(tl.ceil((wanted - above) / tl.exp(low)).to(tl.int32), num_between)
+                num_between = tl.minimum(_equals_needed(wanted - above, edge, VOCAB), num_between)
         number = _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
         token = _scan_kept(row_ptr, highest, sharpness, low, high, num_between, number, VOCAB, BLOCK)
     tl.store(tokens_ptr + row, token.to(tl.int64))

@@ -10,6 +10,7 @@ from penstock.kernels import sampling as plain
 from penstock.kernels.triton import sampling
 
 VOCAB = 5000  # three blocks, the last not full
+SMALL = 200  # the interpreter adds up one token at a time
 
 
 def random_logits(num_rows: int, seed: int = 0) -> Tensor:
@@ -81,7 +82,7 @@ def test_banned_tokens_are_never_drawn() -> None:
     tokens, best = draw(logits, numbers([0.0, 1.0] * 3), integers([1] * 6), integers(list(range(6))))
     assert tokens.tolist() == [4321] * 6
     assert best.tolist() == [1.0] * 6
-    assert filtered(logits[0], 3, top_k=5, top_p=0.9).tolist() == [4321] * 3
+    assert filtered(logits[0], 1, top_k=5, top_p=0.9).tolist() == [4321]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -96,59 +97,59 @@ def test_a_broken_row_shows_in_its_best_logit(temperature: float) -> None:
 
 
 def test_filters_that_filter_nothing_change_nothing() -> None:
-    logits = random_logits(6)
-    settings = (numbers([0.8] * 6), integers(list(range(6))), integers([9] * 6))
-    unfiltered = (integers([0] * 6), numbers([1.0] * 6), numbers([0.0] * 6))
+    logits = random_logits(3)
+    settings = (numbers([0.8] * 3), integers(list(range(3))), integers([9] * 3))
+    unfiltered = (integers([0] * 3), numbers([1.0] * 3), numbers([0.0] * 3))
     found, best = sampling.sample_filtered(logits, *settings, *unfiltered)
     assert found.tolist() == draw(logits, *settings)[0].tolist()
     assert best.tolist() == logits.amax(dim=-1).tolist()
 
 
 def test_top_k_keeps_the_k_most_likely() -> None:
-    logits = torch.full((VOCAB,), -20.0, device=DEVICE)
-    logits[[5, 2200, 4100, 4800]] = numbers([1.0, 1.2, 1.1, 0.9])
-    assert set(filtered(logits, 60, top_k=3).tolist()) == {5, 2200, 4100}
+    logits = torch.full((SMALL,), -20.0, device=DEVICE)
+    logits[[5, 22, 141, 48]] = numbers([1.0, 1.2, 1.1, 0.9])
+    assert set(filtered(logits, 40, top_k=3).tolist()) == {5, 22, 141}
 
 
 def test_top_k_keeps_k_of_equals_the_first() -> None:
-    logits = torch.zeros(VOCAB, device=DEVICE)
-    logits[3000] = 0.5
-    assert set(filtered(logits, 60, top_k=3).tolist()) == {0, 1, 3000}
+    logits = torch.zeros(SMALL, device=DEVICE)
+    logits[130] = 0.5
+    assert set(filtered(logits, 40, top_k=3).tolist()) == {0, 1, 130}
 
 
 def test_top_k_of_one_is_greedy() -> None:
-    logits = random_logits(1)[0]
+    logits = random_logits(1)[0, :SMALL]
     assert set(filtered(logits, 5, top_k=1).tolist()) == {int(logits.argmax())}
 
 
 def test_top_p_keeps_the_fewest_that_reach_the_mass() -> None:
-    logits = torch.full((VOCAB,), -30.0, device=DEVICE)
-    logits[[10, 20, 3000, 4000]] = torch.log(numbers([0.4, 0.1, 0.3, 0.2]))
-    assert set(filtered(logits, 60, top_p=0.65).tolist()) == {10, 3000}
-    assert set(filtered(logits, 60, top_p=0.75).tolist()) == {10, 3000, 4000}
-    assert set(filtered(logits, 60, top_p=0.01).tolist()) == {10}
+    logits = torch.full((SMALL,), -30.0, device=DEVICE)
+    logits[[10, 20, 130, 140]] = torch.log(numbers([0.4, 0.1, 0.3, 0.2]))
+    assert set(filtered(logits, 40, top_p=0.65).tolist()) == {10, 130}
+    assert set(filtered(logits, 40, top_p=0.75).tolist()) == {10, 130, 140}
+    assert set(filtered(logits, 40, top_p=0.01).tolist()) == {10}
 
 
 def test_top_p_is_a_share_of_what_top_k_left() -> None:
-    logits = torch.full((VOCAB,), -30.0, device=DEVICE)
-    logits[[10, 20, 3000, 4000]] = torch.log(numbers([0.4, 0.1, 0.3, 0.2]))
+    logits = torch.full((SMALL,), -30.0, device=DEVICE)
+    logits[[10, 20, 130, 140]] = torch.log(numbers([0.4, 0.1, 0.3, 0.2]))
     # Of 0.4 and 0.3, the first alone holds 0.571.
-    assert set(filtered(logits, 60, top_k=2, top_p=0.57).tolist()) == {10}
-    assert set(filtered(logits, 60, top_k=2, top_p=0.58).tolist()) == {10, 3000}
+    assert set(filtered(logits, 40, top_k=2, top_p=0.57).tolist()) == {10}
+    assert set(filtered(logits, 40, top_k=2, top_p=0.58).tolist()) == {10, 130}
 
 
 def test_min_p_drops_what_is_much_less_likely_than_the_best() -> None:
-    logits = torch.full((VOCAB,), -30.0, device=DEVICE)
-    logits[[10, 20, 3000, 4000]] = torch.log(numbers([0.4, 0.1, 0.3, 0.2]))
-    assert set(filtered(logits, 60, min_p=0.45).tolist()) == {10, 3000, 4000}
+    logits = torch.full((SMALL,), -30.0, device=DEVICE)
+    logits[[10, 20, 130, 140]] = torch.log(numbers([0.4, 0.1, 0.3, 0.2]))
+    assert set(filtered(logits, 40, min_p=0.45).tolist()) == {10, 130, 140}
 
 
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"), [(50, 1.0, 0.0), (0, 0.8, 0.0), (40, 0.9, 0.0), (0, 1.0, 0.1), (30, 0.7, 0.05)]
 )
 def test_a_filtered_draw_comes_from_the_filtered_distribution(top_k: int, top_p: float, min_p: float) -> None:
-    logits = random_logits(1, seed=4)[0]
-    found = filtered(logits, 150, top_k=top_k, top_p=top_p, min_p=min_p)
+    logits = random_logits(1, seed=4)[0, :SMALL]
+    found = filtered(logits, 100, top_k=top_k, top_p=top_p, min_p=min_p)
     probabilities = torch.softmax(logits.double(), dim=-1)
     order = probabilities.argsort(descending=True)
     ranked = probabilities[order]
@@ -162,3 +163,17 @@ def test_a_filtered_draw_comes_from_the_filtered_distribution(top_k: int, top_p:
     share = float(ranked[0] / ranked.sum())
     spread = (share * (1 - share) / len(found)) ** 0.5
     assert abs(float((found == order[0]).double().mean()) - share) < 5 * spread
+
+
+def test_top_p_looks_beyond_one_block() -> None:
+    logits = torch.full((VOCAB,), -30.0, device=DEVICE)
+    logits[[4, 4900]] = numbers([0.0, 0.1])
+    assert filtered(logits, 1, top_p=0.4).tolist() == [4900]
+
+
+def test_top_p_after_top_k_counts_the_whole_weight_of_the_last_that_stayed() -> None:
+    logits = torch.full((SMALL,), -30.0, device=DEVICE)
+    logits[[10, 20, 30]] = torch.log(numbers([0.5, 0.3, 0.001]))
+    # Of 0.5 and 0.3, the first alone holds 0.625.
+    assert set(filtered(logits, 40, top_k=2, top_p=0.62).tolist()) == {10}
+    assert set(filtered(logits, 40, top_k=2, top_p=0.63).tolist()) == {10, 20}
