@@ -32,9 +32,7 @@ class TritonPagedAttention(AttentionBackend):
         # Where no prompt of a step has anything cached, keys and values are at hand without the pool: torch's own
         # flash attention may read them from the projection.
         self.prefers_contiguous = is_cuda and kv_pool[0].dtype != torch.float32
-        self._num_multiprocessors = (
-            torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1
-        )
+        self._num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1
         # The widest layer's. A workspace that became too small stays: a captured graph may still use it.
         self._largest = max(layers, key=lambda layer: layer.num_heads * layer.head_dim)
         self._workspaces: list[DecodeWorkspace] = []
@@ -68,8 +66,8 @@ class TritonPagedAttention(AttentionBackend):
             self.kv_pool[layer],
             num_heads=shape.num_heads,
         )
-        sizes = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-        return self._attend(*heads.split(sizes, dim=1), layer)
+        q, k, v = heads.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
+        return self._attend(q, k, v, layer)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], already in the pool."""

@@ -21,11 +21,10 @@ def _gate_kernel(gate_up_ptr, out_ptr, token_stride, SIZE: tl.constexpr, GELU: t
     gates_ptr = gate_up_ptr + token * token_stride
     gate = tl.load(gates_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gates_ptr + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    exponent = gate
     if GELU:
         # gelu's tanh form, x (1 + tanh z) / 2, is x sigmoid(2 z).
         exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    else:
-        exponent = gate
     # Where exp overflows, the quotient is zero, as it should be; nothing here can make a NaN of a finite gate.
     active = gate / (1.0 + tl.exp(-exponent))
     tl.store(out_ptr + token * SIZE + columns, (active * up).to(out_ptr.dtype.element_ty), mask=inside)
@@ -47,7 +46,5 @@ def _launch(gate_up: Tensor, *, gelu: bool) -> Tensor:
     out = gate_up.new_empty(num_tokens, size)
     if num_tokens:
         grid = (num_tokens, triton.cdiv(size, _BLOCK))
-        _gate_kernel[grid](
-            gate_up, out, gate_up.stride(0), SIZE=size, GELU=gelu, BLOCK=_BLOCK, num_warps=_NUM_WARPS
-        )
+        _gate_kernel[grid](gate_up, out, gate_up.stride(0), SIZE=size, GELU=gelu, BLOCK=_BLOCK, num_warps=_NUM_WARPS)
     return out

@@ -185,6 +185,43 @@ def _merge_parts(
     return merged / total[:, None]
 
 
+@triton.jit
+def _hand_in(
+    output,  # [ROWS, DIMS] of this part
+    log_sums,  # [ROWS]
+    out_ptr,  # all of these: of this slice's and head's first
+    outputs_ptr,
+    log_sums_ptr,
+    arrival_ptr,
+    split,
+    parts,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Leave a part in the workspace; whoever is last to do so merges them all."""
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIMS)
+    at = (split * GROUP + row)[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(outputs_ptr + at, output, mask=(row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :])
+    tl.store(log_sums_ptr + split * GROUP + row, log_sums, mask=row < GROUP)
+    # Every thread's part must be written before the arrival is counted.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrival_ptr, 1, sem="acq_rel", scope="gpu")
+    if arrived == parts - 1:
+        merged = _merge_parts(outputs_ptr, log_sums_ptr, parts, GROUP, HEAD_DIM, HEADS, DIMS, PARTS)
+        head = tl.arange(0, HEADS)
+        tl.store(
+            out_ptr + head[:, None] * HEAD_DIM + dim[None, :],
+            merged.to(out_ptr.dtype.element_ty),
+            mask=(head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :],
+        )
+        tl.store(arrival_ptr, 0)
+
+
 @triton.jit(
     do_not_specialize=["splits", "min_split_tokens", "window", "table_stride", "q_stride"],
     do_not_specialize_on_alignment=["lens_ptr", "tables_ptr"],
@@ -256,28 +293,28 @@ def _decode_kernel(
     )
     # A slice without context (a padded row of a captured batch) gives zeros.
     output = output / tl.where(total > 0.0, total, 1.0)[:, None]
-    out_ptr += (piece * KEY_HEADS + key_head) * (GROUP * HEAD_DIM)
+    place = piece * KEY_HEADS + key_head
+    out_ptr += place * (GROUP * HEAD_DIM)
     if parts == 1:
         tl.store(out_ptr + in_head, output.to(out_ptr.dtype.element_ty), mask=filled)
         return
 
-    place = piece * KEY_HEADS + key_head
-    outputs_ptr += place * splits * (GROUP * HEAD_DIM)
-    log_sums_ptr += place * splits * GROUP
-    tl.store(outputs_ptr + split * (GROUP * HEAD_DIM) + in_head, output, mask=filled)
-    tl.store(log_sums_ptr + split * GROUP + row, highest + tl.log2(total), mask=row < GROUP)
-    # Every thread's part must be written before the arrival is counted.
-    tl.debug_barrier()
-    arrived = tl.atomic_add(arrivals_ptr + place, 1, sem="acq_rel", scope="gpu")
-    if arrived == parts - 1:
-        merged = _merge_parts(outputs_ptr, log_sums_ptr, parts, GROUP, HEAD_DIM, HEADS, DIMS, PARTS)
-        head = tl.arange(0, HEADS)
-        tl.store(
-            out_ptr + head[:, None] * HEAD_DIM + dim[None, :],
-            merged.to(out_ptr.dtype.element_ty),
-            mask=(head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :],
-        )
-        tl.store(arrivals_ptr + place, 0)
+    _hand_in(
+        output,
+        highest + tl.log2(total),
+        out_ptr,
+        outputs_ptr + place * splits * (GROUP * HEAD_DIM),
+        log_sums_ptr + place * splits * GROUP,
+        arrivals_ptr + place,
+        split,
+        parts,
+        GROUP,
+        HEAD_DIM,
+        ROWS,
+        HEADS,
+        DIMS,
+        PARTS,
+    )
 
 
 def paged_decode(
@@ -333,7 +370,7 @@ def paged_decode(
         DIMS=dims,
         TILE=tile.tokens,
         PARTS=max(4096 // (heads * dims), 1),
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

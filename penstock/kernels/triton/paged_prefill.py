@@ -1,9 +1,9 @@
 """Paged causal attention of many query tokens per slice on CUDA.
 
 A program takes one tile of a slice's query tokens with all query heads of one key-value head, and walks over the keys
-those tokens may see. Packing the heads of a group into one tile keeps it short in tokens, so little is computed that the
-causal mask throws away, and a handful of tokens (a short suffix, drafts to verify) still fills it. Which tiles there are
-is a list from the host: a step with prefill is not captured. Knows tensors, blocks and lengths.
+those tokens may see. Packing the heads of a group into one tile keeps it short in tokens, so little is computed that
+the causal mask throws away, and a handful of tokens (a short suffix, drafts to verify) still fills it. Which tiles
+there are is a list from the host: a step with prefill is not captured. Knows tensors, blocks and lengths.
 """
 # mypy: allow-untyped-defs, allow-untyped-decorators
 
@@ -241,7 +241,7 @@ def paged_prefill(
         ROWS=tile.rows,
         DIMS=triton.next_power_of_2(head_dim),
         TILE=tile.keys,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -1,4 +1,4 @@
-"""From the fused projection to the cache on CUDA: norm of heads, rotation and the write of keys and values, in one launch.
+"""From the fused projection to the cache on CUDA: norm of heads, rotation, write of keys and values, in one launch.
 
 Knows tensors and slots. Knows nothing of block tables or of attention.
 """

@@ -1,11 +1,11 @@
 """Tokens from logits on CUDA: no sort, no host, one launch for a whole step.
 
-Two kernels. `sample` serves rows that take the best token or draw from the whole distribution: the row is cut into parts,
-and the program that ends last finds the part the draw falls into and looks only there. `sample_filtered` also does
-top-k, min-p and top-p: it closes in on the lowest logit that stays by counting, a few passes over the row. Both draw by
-one uniform number from (seed, position), the one that `kernels.sampling.uniform` gives. A filtered draw adds up tokens in
-the order of the vocabulary, so it may give another token than the ranked order of `kernels.sampling.draw_filtered` does
-for the same number; the distribution is the same. Never hears of a request.
+Two kernels. `sample` serves rows that take the best token or draw from the whole distribution: the row is cut into
+parts, and the program that ends last finds the part the draw falls into and looks only there. `sample_filtered` also
+does top-k, min-p and top-p: it closes in on the lowest logit that stays by counting, a few passes over the row. Both
+draw by one uniform number from (seed, position), the one that `kernels.sampling.uniform` gives. A filtered draw adds up
+tokens in the order of the vocabulary, so it may give another token than the ranked order of
+`kernels.sampling.draw_filtered` does for the same number; the distribution is the same. Never hears of a request.
 """
 # mypy: allow-untyped-defs, allow-untyped-decorators
 
@@ -60,7 +60,7 @@ def _uniform(seed, position):
 def _read(row_ptr, column, inside):
     """Logits in float32. What is not a number reads as infinity: it wins, so that a broken row shows."""
     x = tl.load(row_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
-    return tl.where(x != x, float("inf"), x)
+    return tl.where(x != x, float("inf"), x)  # noqa: PLR0124
 
 
 @triton.jit
@@ -296,9 +296,7 @@ def _equals_needed(missing, edge, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def _scan_kept(
-    row_ptr, highest, sharpness, low, high, num_between, number, VOCAB: tl.constexpr, BLOCK: tl.constexpr
-):
+def _scan_kept(row_ptr, highest, sharpness, low, high, num_between, number, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """Draw among the tokens that reach `high` and the first `num_between` of those that only reach `low`."""
     total = tl.zeros([], tl.float32)
     passed = tl.zeros([], tl.int32)

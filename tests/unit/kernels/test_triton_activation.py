@@ -19,7 +19,7 @@ def test_silu_of_the_gate_multiplies_the_up(dtype: torch.dtype, size: int) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gelu_is_the_tanh_approximation(dtype: torch.dtype) -> None:
-    gate_up = (3 * torch.randn(2, 2 * 48, device=DEVICE)).to(dtype)
+    gate_up = (3 * torch.randn(2, 2 * 48, device=DEVICE)).clamp(-6, 6).to(dtype)
     gate, up = gate_up.double().chunk(2, dim=-1)
     assert relative_error(gelu_tanh_gate(gate_up), functional.gelu(gate, approximate="tanh") * up) < TOLERANCE[dtype]
 

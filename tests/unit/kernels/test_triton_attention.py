@@ -73,19 +73,19 @@ def test_scores_are_capped() -> None:
     check([1, 9], [70, 30], replace(LAYER, softcap=2.0, scale=1.0))
 
 
-@pytest.mark.parametrize("count", [2, 3, 64])
+@pytest.mark.parametrize("count", [2, 3, 16])
 def test_parts_of_a_context_are_merged(count: int) -> None:
-    contexts = [1, 31, 200, 333]
-    batch = PagedBatch.random([1] * 4, contexts, LAYER, dtype=torch.float32, device=DEVICE)
+    contexts = [1, 31, 150]
+    batch = PagedBatch.random([1] * 3, contexts, LAYER, dtype=torch.float32, device=DEVICE)
     expected = reference(batch, LAYER)
     filled = ReferenceAttention([LAYER], [batch.pool])
     filled.prepare(batch.step)
     filled.run(batch.q, batch.k, batch.v, 0)
     splits = Splits(count, 16)
-    workspace = DecodeWorkspace.of(4, splits, LAYER, torch.device(DEVICE))
+    workspace = DecodeWorkspace.of(3, splits, LAYER, torch.device(DEVICE))
     assert batch.step.lens is not None
     for _ in range(2):  # the second launch finds the workspace as the first left it
-        out = torch.full((4, LAYER.num_heads * LAYER.head_dim), float("nan"), device=DEVICE)
+        out = torch.full((3, LAYER.num_heads * LAYER.head_dim), float("nan"), device=DEVICE)
         paged_decode(
             batch.q,
             batch.pool,
