@@ -17,6 +17,9 @@ from penstock.errors import ConfigError, NotAuthenticated
 
 _EXAMPLE = '[[keys]] with name = "alice" and sha256 = the output of: printf %s "$KEY" | sha256sum'
 
+# Whom requests count for where no keys are used.
+OPEN_TENANT = "open"
+
 
 class ApiKey(msgspec.Struct, frozen=True):
     """One key. Its name is the tenant that its requests count for."""
@@ -44,7 +47,7 @@ class KeyRing:
     def identify(self, authorization: str | None) -> Caller:
         """Return who sent this Authorization header. Raises NotAuthenticated."""
         if self.is_open:
-            return Caller("", admin=True)
+            return Caller(OPEN_TENANT, admin=True)
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise NotAuthenticated("an API key is needed: send the header 'Authorization: Bearer KEY'")
