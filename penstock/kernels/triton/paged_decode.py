@@ -282,15 +282,8 @@ def _decode_kernel(
         value_offset,
         scale,
         cap,
-        KEY_HEADS * HEAD_DIM,
-        HEAD_DIM,
-        BLOCK_TOKENS,
-        SOFTCAP,
-        ROWS,
-        DIMS,
-        TILE,
-        PRECISION,
-    )
+        KEY_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_TOKENS, SOFTCAP, ROWS, DIMS, TILE, PRECISION,
+    )  # fmt: skip
     # A slice without context (a padded row of a captured batch) gives zeros.
     output = output / tl.where(total > 0.0, total, 1.0)[:, None]
     place = piece * KEY_HEADS + key_head
@@ -308,13 +301,8 @@ def _decode_kernel(
         arrivals_ptr + place,
         split,
         parts,
-        GROUP,
-        HEAD_DIM,
-        ROWS,
-        HEADS,
-        DIMS,
-        PARTS,
-    )
+        GROUP, HEAD_DIM, ROWS, HEADS, DIMS, PARTS,
+    )  # fmt: skip
 
 
 def paged_decode(
