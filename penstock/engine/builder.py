@@ -22,7 +22,9 @@ from penstock.engine.runner.cuda_graphs import DecodeGraphs
 from penstock.engine.runner.device import DTYPES, probe
 from penstock.engine.runner.kv_pool import KvPool
 from penstock.engine.runner.model_runner import ModelRunner
+from penstock.engine.sampling.drawer import make_drawer
 from penstock.engine.sampling.row_parameters import RowParameters
+from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.scheduler.scheduler import Scheduler, SchedulerConfig
 from penstock.engine.speculative.registry import DRAFTERS
 from penstock.engine.timeline import Timeline
@@ -118,7 +120,10 @@ def _make_runner(config: EngineConfig, spec: ModelSpec, model: Decoder) -> Model
     if device.type == "cuda":
         graphs = DecodeGraphs(model, attention, rows, config.max_running)
         graphs.capture()
-    return ModelRunner(model, attention, pool, rows, parameters, spec.eos_token_ids, graphs)
+    # Each running request may draw one token, and one more for each of its guesses.
+    max_draws = config.max_running * (1 + (config.draft_tokens if config.speculative != "none" else 0))
+    sampler = Sampler(parameters, spec.eos_token_ids, make_drawer(max_draws, device))
+    return ModelRunner(model, attention, pool, rows, parameters, sampler, graphs)
 
 
 def _warm_up(engine: Engine) -> None:

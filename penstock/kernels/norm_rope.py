@@ -3,8 +3,15 @@
 Plain torch, right on every device and dtype; on CUDA a fused kernel stands behind the norms. Knows tensors only.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
+
+
+@cache
+def _constant(value: float) -> Tensor:
+    return torch.tensor(value)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -16,9 +23,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from penstock.kernels.triton import norm
 
         return norm.rms_norm(x, weight, eps)
-    if x.dtype == torch.float32:
-        return torch.rms_norm(x, x.shape[-1:], eps=eps).mul_(weight)
-    return torch.rms_norm(x.float(), x.shape[-1:], eps=eps).mul_(weight).to(x.dtype)
+    exact = x.float()
+    length = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
+    mean_square = torch.addcmul(_constant(eps), length, length, value=1 / x.shape[-1])
+    return exact.mul(mean_square.rsqrt_()).mul_(weight).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:

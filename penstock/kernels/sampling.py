@@ -93,7 +93,7 @@ def _invert(weights: Tensor, numbers: Tensor) -> Tensor:
 
 def log_probabilities(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tokens' log-probabilities [n], and the `num_top` best, [n, num_top] values and ids."""
-    normalised = torch.log_softmax(logits, dim=-1)
+    normalised = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     chosen = normalised.gather(1, tokens[:, None])[:, 0]
     top = normalised.topk(num_top, dim=-1)
     return chosen, top.values, top.indices

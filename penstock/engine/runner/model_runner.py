@@ -85,7 +85,7 @@ class ModelRunner(Runner):
         kv_pool: KvPool,
         rows: BatchRows,
         parameters: RowParameters,
-        eos_token_ids: tuple[int, ...],
+        sampler: Sampler,
         graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
@@ -93,7 +93,7 @@ class ModelRunner(Runner):
         self._kv_pool = kv_pool
         self._rows = rows
         self._parameters = parameters
-        self._sampler = Sampler(parameters, eos_token_ids)
+        self._sampler = sampler
         self._graphs = graphs
         self._thread = ThreadPoolExecutor(1, "penstock-step") if rows.device.type == "cpu" else None
 
@@ -194,7 +194,7 @@ class ModelRunner(Runner):
         """Return log p(target) at each position. hidden: [n, hidden]; targets: [n] int64."""
         pieces = []
         for states, wanted in zip(hidden.split(_LOGIT_ROWS), targets.split(_LOGIT_ROWS), strict=True):
-            logprobs = torch.log_softmax(self._model.logits(states), dim=-1)
+            logprobs = torch.log_softmax(self._model.logits(states), dim=-1, dtype=torch.float32)
             pieces.append(logprobs.gather(1, wanted[:, None])[:, 0])
         return torch.cat(pieces)
 

@@ -40,6 +40,7 @@ class RowParameters:
         # Rows whose logits need more than temperature and filters: penalties, biases, a minimum length.
         self.edits_logits = np.zeros(num_rows, bool)
         self.wants_logprobs = np.zeros(num_rows, bool)
+        self.filters = np.zeros(num_rows, bool)  # rows that sample from a part of the vocabulary
         self.counts: TokenCounts | None = None
 
     def start(self, start: RowStart) -> None:
@@ -54,6 +55,8 @@ class RowParameters:
         self.seed[row] = start.seed
         self.edits_logits[row] = params.has_penalties or bool(params.logit_bias) or params.min_tokens > 0
         self.wants_logprobs[row] = params.logprobs is not None
+        narrowed = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        self.filters[row] = narrowed and not params.greedy
         if params.has_penalties:
             self._count(start)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.engine.messages import TokenLogprob
 from penstock.engine.runner.transfer import to_device, to_host
+from penstock.engine.sampling.drawer import Drawer, Draws, Filters
 from penstock.engine.sampling.row_parameters import RowParameters
 from penstock.kernels import sampling
 
@@ -64,59 +65,53 @@ class Sampled:
 class Sampler:
     """Draws one token per logits row."""
 
-    def __init__(self, parameters: RowParameters, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, parameters: RowParameters, eos_token_ids: tuple[int, ...], drawer: Drawer) -> None:
         self._parameters = parameters
         self._eos_token_ids = eos_token_ids
+        self._drawer = drawer
 
     def sample(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Sampled:
-        """Draw for each logits row. `positions` are those of the tokens to be drawn. logits: [n, vocab] float32."""
+        """Draw for each logits row. `positions` are those of the tokens to be drawn. logits: [n, vocab]."""
         parameters = self._parameters
         edited = self._edit(logits, rows, positions) if parameters.edits_logits[rows].any() else logits
-        best_logits, tokens = sampling.best(edited)
-        random_draws = np.flatnonzero(parameters.temperature[rows])
-        if len(random_draws):
-            tokens = self._draw(edited, tokens, rows, positions, random_draws)
+        tokens, best_logits = self._draw(edited, rows, positions)
         logprobs = self._logprobs(logits, tokens, rows) if parameters.wants_logprobs[rows].any() else None
         if parameters.counts is not None:
             parameters.count_sampled(rows.tolist(), tokens)
         return Sampled(tokens, best_logits, logprobs)
 
-    def _draw(
-        self, logits: Tensor, tokens: Tensor, rows: np.ndarray, positions: np.ndarray, draws: np.ndarray
-    ) -> Tensor:
-        """Replace the greedy choice of the rows that sample."""
-        parameters = self._parameters
-        filtered = (
-            (parameters.top_k[rows[draws]] > 0)
-            | (parameters.top_p[rows[draws]] < 1.0)
-            | (parameters.min_p[rows[draws]] > 0.0)
-        )
-        tokens = tokens.clone()
-        for group, with_filters in ((draws[~filtered], False), (draws[filtered], True)):
-            if len(group) == 0:
-                continue
+    def _draw(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Draw rows with filters and rows without apart: what one row asks for must not change another's draw."""
+        filtered = self._parameters.filters[rows]
+        if not filtered.any():
+            return self._drawer.draw(logits, self._draws(rows, positions))
+        if filtered.all():
+            return self._drawer.draw_filtered(logits, self._draws(rows, positions), self._filters(rows))
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        best = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
+        for group, with_filters in ((np.flatnonzero(~filtered), False), (np.flatnonzero(filtered), True)):
             index = to_device(group, logits.device)
-            owners = rows[group]
-            gather = parameters.to_device
-            numbers = sampling.uniform(gather(parameters.seed, owners), to_device(positions[group], logits.device))
-            picked = logits if len(group) == len(rows) else logits[index]
-            temperatures = gather(parameters.temperature, owners)
+            draws = self._draws(rows[group], positions[group])
             if with_filters:
-                tokens[index] = sampling.draw_filtered(
-                    picked,
-                    temperatures,
-                    numbers,
-                    gather(parameters.top_k, owners),
-                    gather(parameters.top_p, owners),
-                    gather(parameters.min_p, owners),
-                )
+                found = self._drawer.draw_filtered(logits[index], draws, self._filters(rows[group]))
             else:
-                tokens[index] = sampling.draw(picked, temperatures, numbers)
-        return tokens
+                found = self._drawer.draw(logits[index], draws)
+            tokens[index], best[index] = found
+        return tokens, best
+
+    def _draws(self, rows: np.ndarray, positions: np.ndarray) -> Draws:
+        parameters = self._parameters
+        return Draws(parameters.temperature[rows], parameters.seed[rows], positions)
+
+    def _filters(self, rows: np.ndarray) -> Filters:
+        parameters = self._parameters
+        return Filters(
+            *(parameters.to_device(values, rows) for values in (parameters.top_k, parameters.top_p, parameters.min_p))
+        )
 
     def _edit(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Tensor:
         """Apply biases, penalties and minimum lengths to a copy."""
-        logits = logits.clone()
+        logits = logits.float().clone()
         parameters = self._parameters
         for draw, row in enumerate(rows.tolist()):
             params = parameters.params[row]

@@ -31,17 +31,28 @@ _TILE_TOKENS = 128  # a tile's first token sees fewer keys than its last, and pa
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """Where keys and values lie in the pool: a run of slots, or blocks to gather."""
+    """The keys and values of some slices: runs of slots in the pool, or in the blocks gathered from it.
 
-    start: int
-    stop: int
-    blocks: Tensor | None = None  # [blocks] int32
+    A layer's pool is seen as [2 * blocks, numbers in a block], keys first.
+    """
 
-    def read(self, pool: Tensor) -> Tensor:
-        """pool: [2, blocks, block_tokens, kv_heads, head_dim] -> [2, stop - start, kv_heads, head_dim]."""
+    num_slices: int
+    num_keys: int  # of each slice
+    first_slot: int
+    blocks: Tensor | None  # [2 * gathered blocks]; None: the slices lie in the pool, one after the other
+
+    def read(self, pool: Tensor, num_blocks: int, shape: LayerAttention) -> tuple[Tensor, ...]:
+        """Return keys and values, [slices, kv_heads, keys, head_dim] each."""
+        token = shape.num_kv_heads * shape.head_dim
+        values_after = num_blocks * pool.shape[1]
         if self.blocks is not None:
-            pool = pool.index_select(1, self.blocks)
-        return pool.flatten(1, 2)[:, self.start : self.stop]
+            pool = pool.index_select(0, self.blocks)
+            values_after = pool.numel() // 2
+        return pool.as_strided(
+            (2, self.num_slices, shape.num_kv_heads, self.num_keys, shape.head_dim),
+            (values_after, values_after // self.num_slices, shape.head_dim, token, 1),
+            self.first_slot * token,
+        ).unbind(0)
 
 
 @dataclass(frozen=True, slots=True)

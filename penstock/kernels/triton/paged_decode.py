@@ -223,7 +223,7 @@ def _hand_in(
 
 
 @triton.jit(
-    do_not_specialize=["splits", "min_split_tokens", "window", "table_stride", "q_stride"],
+    do_not_specialize=["splits", "min_split_tokens", "window", "table_stride"],
     do_not_specialize_on_alignment=["lens_ptr", "tables_ptr"],
 )
 def _decode_kernel(

@@ -124,7 +124,7 @@ def _walk_keys(
 
 
 @triton.jit(
-    do_not_specialize=["window", "q_stride", "table_stride"],
+    do_not_specialize=["window", "table_stride"],
     do_not_specialize_on_alignment=["lens_ptr", "starts_ptr", "tables_ptr", "tiles_ptr"],
 )
 def _prefill_kernel(

@@ -1,0 +1,113 @@
+"""Draws against what the parameters promise, computed the slow and plain way."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.kernels import sampling
+
+VOCAB = 40
+
+
+def numbers(count):
+    """Evenly spread draws: as good as many random ones, and the same every time."""
+    return (torch.arange(count, dtype=torch.float32) + 0.5) / count
+
+
+def shares(tokens):
+    return torch.bincount(tokens, minlength=VOCAB).double() / len(tokens)
+
+
+def plain_filter(logits, temperature, top_k, top_p, min_p):
+    """Sort, cut, renormalise: the definition."""
+    ranked, order = torch.softmax(logits.double() / temperature, dim=-1).sort(descending=True)
+    kept = torch.ones(VOCAB, dtype=torch.bool)
+    if top_k:
+        kept[top_k:] = False
+    kept &= ranked >= min_p * ranked[0]
+    ranked = torch.where(kept, ranked, 0.0)
+    before = ranked.cumsum(0) - ranked
+    ranked = torch.where(before < top_p * ranked.sum(), ranked, 0.0)
+    result = torch.zeros(VOCAB, dtype=torch.float64)
+    result[order] = ranked / ranked.sum()
+    return result
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    temperature=st.sampled_from([0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 5, 100]),
+    top_p=st.sampled_from([0.1, 0.7, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5]),
+)
+def test_filtered_draws_follow_the_filtered_distribution(seed, temperature, top_k, top_p, min_p):
+    count = 4000
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+    tokens = sampling.draw_filtered(
+        logits.expand(count, VOCAB),
+        torch.full((count,), temperature),
+        numbers(count),
+        torch.full((count,), top_k),
+        torch.full((count,), top_p),
+        torch.full((count,), min_p),
+    )
+    expected = plain_filter(logits, temperature, top_k, top_p, min_p)
+    assert (shares(tokens) - expected).abs().max() < 2e-3
+
+
+def test_more_candidates_than_the_first_look_are_found():
+    vocab = 5000
+    logits = torch.zeros(1, vocab)
+    draw = sampling.draw_filtered(
+        logits,
+        torch.ones(1),
+        torch.tensor([0.9]),
+        torch.zeros(1, dtype=torch.int64),
+        torch.tensor([0.99]),
+        torch.zeros(1),
+    )
+    assert draw.shape == (1,)
+    assert 0 <= int(draw) < vocab
+
+
+def test_plain_draws_follow_the_distribution():
+    count = 4000
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3))
+    tokens = sampling.draw(logits.expand(count, VOCAB), torch.full((count,), 0.7), numbers(count))
+    assert (shares(tokens) - torch.softmax(logits.double() / 0.7, dim=-1)).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("number", [0.0, 1.0 - 2**-24])
+def test_the_ends_of_the_unit_interval_draw_possible_tokens(number):
+    logits = torch.full((1, VOCAB), float("-inf"))
+    logits[0, 7] = 1.0
+    assert sampling.draw(logits, torch.ones(1), torch.tensor([number])).item() == 7
+
+
+def test_uniform_numbers_depend_on_seed_and_position_and_are_even():
+    seeds = torch.tensor([1, 1, 2, -5])
+    positions = torch.tensor([10, 11, 10, 10])
+    drawn = sampling.uniform(seeds, positions)
+    assert len(set(drawn.tolist())) == 4
+    assert torch.equal(drawn, sampling.uniform(seeds, positions))
+    many = sampling.uniform(torch.full((20000,), 42), torch.arange(20000))
+    assert many.min() >= 0
+    assert many.max() < 1
+    assert (torch.histc(many, 10, 0, 1) / 20000 - 0.1).abs().max() < 0.01
+
+
+def test_penalties_lower_what_is_there():
+    logits = torch.tensor([[2.0, -2.0, 2.0, 0.5]])
+    counts = torch.tensor([[2, 1, 0, 0]], dtype=torch.int32)
+    seen = torch.tensor([[True, True, True, False]])
+    found = sampling.penalise(logits, counts, seen, torch.tensor([0.5]), torch.tensor([0.25]), torch.tensor([2.0]))
+    assert found.tolist() == [[1.0 - 0.5 - 0.5, -4.0 - 0.5 - 0.25, 1.0, 0.5]]
+
+
+def test_a_broken_row_shows_in_its_best_logit():
+    logits = torch.zeros(2, VOCAB)
+    logits[1, 3] = float("nan")
+    best, _ = sampling.best(logits)
+    assert torch.isfinite(best).tolist() == [True, False]
