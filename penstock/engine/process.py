@@ -14,6 +14,7 @@ import uuid
 import zmq
 
 from penstock import telemetry
+from penstock.child_setup import decode_setup
 from penstock.engine.builder import BuiltEngine, build_engine
 from penstock.engine.messages import (
     STATS_SECONDS,
@@ -33,7 +34,7 @@ from penstock.engine.messages import (
     encode,
 )
 from penstock.engine.scheduler.scheduler import Addressed
-from penstock.engine.setup import Progress, Refused, decode_setup, encode_notice
+from penstock.engine.setup import EngineSetup, Progress, Refused, encode_notice
 from penstock.engine.timeline import Timeline
 from penstock.errors import PenstockError
 
@@ -145,7 +146,7 @@ class EngineProcess:
 
 
 def main() -> int:
-    setup = decode_setup(sys.stdin.buffer.read())
+    setup = decode_setup(sys.stdin.buffer.read(), EngineSetup)
     telemetry.configure_logging("json" if setup.log_format == "json" else "text", process="engine")
     timeline = Timeline(setup.started)
     timeline.mark("import torch")

@@ -3,9 +3,6 @@
 The setup goes in on standard input; notices, one JSON object a line, come out on standard output.
 """
 
-from pathlib import Path
-from typing import Any
-
 import msgspec
 
 from penstock.config import Options, Sourced
@@ -25,19 +22,6 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sourced(self) -> Sourced:
         return Sourced(self.options, self.sources)
-
-
-def encode_setup(setup: EngineSetup) -> bytes:
-    return msgspec.json.encode(setup, enc_hook=str)
-
-
-def decode_setup(document: bytes) -> EngineSetup:
-    return msgspec.json.decode(document, type=EngineSetup, dec_hook=_to_path)
-
-
-def _to_path(kind: type, value: Any) -> Path:
-    assert kind is Path
-    return Path(value)
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):

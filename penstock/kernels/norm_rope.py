@@ -23,10 +23,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from penstock.kernels.triton import norm
 
         return norm.rms_norm(x, weight, eps)
-    exact = x.float()
-    length = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
+    if x.dtype != torch.float32:
+        return rms_norm(x.float(), weight, eps).to(x.dtype)
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     mean_square = torch.addcmul(_constant(eps), length, length, value=1 / x.shape[-1])
-    return exact.mul(mean_square.rsqrt_()).mul_(weight).to(x.dtype)
+    return x.mul(mean_square.rsqrt_()).mul_(weight)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -47,9 +48,8 @@ def apply_rope(heads: Tensor, rotation: Tensor) -> None:
     rotary_dim = 2 * rotation.shape[-1]
     if rotary_dim < heads.shape[-1]:
         heads = heads[..., :rotary_dim]
-    pairs = heads.view(*heads.shape[:-1], -1, 2)  # [tokens, heads, rotary_dim / 2, 2]
     if heads.dtype == torch.float32:
-        torch.view_as_complex(pairs).mul_(rotation)
+        heads.view(torch.complex64).mul_(rotation)
     else:
-        turned = torch.view_as_complex(pairs.float()).mul_(rotation)
-        pairs.copy_(torch.view_as_real(turned))
+        turned = heads.float().view(torch.complex64).mul_(rotation)
+        heads.copy_(turned.view(torch.float32))

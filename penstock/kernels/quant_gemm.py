@@ -49,15 +49,14 @@ class FourBitGemm:
     def __init__(self, levels: Tensor, scales: Tensor, offsets: Tensor | None) -> None:
         self.out_features, self.in_features = levels.shape
         pairs = levels[:, 0::2] | (levels[:, 1::2] << 4)
-        self._packed = torch.ops.aten._dyn_quant_pack_4bit_weight(
+        self._packed = torch._dyn_quant_pack_4bit_weight(
             pairs, scales.to(torch.bfloat16), None, GROUP, self.in_features, self.out_features
         )
         self._offsets = None if offsets is None else offsets.t().contiguous()  # [in / 32, out]
-        self._kernel = torch.ops.aten._dyn_quant_matmul_4bit.default
 
     def multiply(self, x: Tensor) -> Tensor:
         """x: float32 [rows, in], contiguous -> [rows, out]."""
-        y: Tensor = self._kernel(x, self._packed, GROUP, self.in_features, self.out_features)
+        y = torch._dyn_quant_matmul_4bit(x, self._packed, GROUP, self.in_features, self.out_features)
         if self._offsets is not None:
             # An offset is shared by its group, so it meets the sum of the group's activations.
             y.addmm_(x.view(-1, self._offsets.shape[0], GROUP).sum(2), self._offsets)

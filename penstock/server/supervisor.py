@@ -17,14 +17,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from penstock.child_setup import encode_setup
 from penstock.config import Sourced
 from penstock.engine.client import EngineClient
-from penstock.engine.setup import EngineSetup, Progress, Refused, decode_notice, encode_setup
+from penstock.engine.setup import EngineSetup, Progress, Refused, decode_notice
 from penstock.engine.timeline import Timeline
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.store import ModelFiles
 from penstock.server.config import ServerConfig
-from penstock.server.worker_setup import WorkerSetup, encode_worker_setup
+from penstock.server.worker_setup import WorkerSetup
 from penstock.telemetry import log_event
 
 log = logging.getLogger("penstock.supervisor")
@@ -202,7 +203,7 @@ class Supervisor:
             pass_fds=(self._listener.fileno(),),
             env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self._metrics_folder())},
         )
-        await _feed(worker, encode_worker_setup(setup))
+        await _feed(worker, encode_setup(setup))
         return worker
 
     def _metrics_folder(self) -> Path:

@@ -18,13 +18,14 @@ from collections.abc import Iterator
 import uvicorn
 import uvloop
 
+from penstock.child_setup import decode_setup
 from penstock.engine.client import EngineClient
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import EngineUnavailable, TemplateFailed
 from penstock.server.app import create_app
 from penstock.server.chat_template import ChatTemplate
 from penstock.server.context import ServerContext, build_context
-from penstock.server.worker_setup import WorkerSetup, decode_worker_setup
+from penstock.server.worker_setup import WorkerSetup
 from penstock.telemetry import configure_logging, log_event
 
 _PARENT_SECONDS = 0.5
@@ -123,7 +124,7 @@ async def _start_template(text: str | None, tokenizer: Tokenizer) -> ChatTemplat
 
 
 def main() -> int:
-    setup = decode_worker_setup(sys.stdin.buffer.read())
+    setup = decode_setup(sys.stdin.buffer.read(), WorkerSetup)
     os.set_inheritable(setup.listen_fd, False)  # or the template process would keep it open behind us
     configure_logging(setup.config.log_format, process=setup.identity)
     # An interrupt from the terminal reaches every process: what it means is the supervisor's to say.

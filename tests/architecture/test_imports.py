@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("protocol",),
 )
 # The bottom. They see each other, and nothing above.
-ROOT_MODULES = ("block_hash", "config", "errors", "machine", "registry", "request", "telemetry")
+ROOT_MODULES = ("block_hash", "child_setup", "config", "errors", "machine", "registry", "request", "telemetry")
 
 # Where a unit sees less of another than the layers allow: only these of its modules.
 NARROW: dict[tuple[str, str], tuple[str, ...]] = {

@@ -41,7 +41,12 @@ def test_the_printed_curl_line_works_as_printed(server):
 def test_a_stream_gives_the_same_text_as_a_whole_answer(client):
     whole = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=32)
     stream = client.chat.completions.create(
-        model=MODEL, messages=QUESTION, temperature=0, max_tokens=32, stream=True, stream_options={"include_usage": True}
+        model=MODEL,
+        messages=QUESTION,
+        temperature=0,
+        max_tokens=32,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     chunks = list(stream)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
@@ -90,9 +95,11 @@ def test_a_stop_string_ends_the_answer_before_it(client):
 
 def test_penalties_and_biases_change_the_answer(client):
     def answer(**params):
-        return client.completions.create(
-            model=MODEL, prompt="the the the the the", temperature=0, max_tokens=8, **params
-        ).choices[0].text
+        return (
+            client.completions.create(model=MODEL, prompt="the the the the the", temperature=0, max_tokens=8, **params)
+            .choices[0]
+            .text
+        )
 
     plain = answer()
     assert answer(frequency_penalty=2.0, presence_penalty=2.0) != plain

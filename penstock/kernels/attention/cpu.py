@@ -4,7 +4,8 @@ Slices of a few tokens (decoding, verifying guesses) are batched: their blocks a
 call, grouped by length so that padding stays below the work itself. Longer slices run one by one in tiles, each over
 the keys that it can see. A context whose blocks follow one another in the pool is read in place.
 
-Everything that does not depend on a layer's numbers is made once, in `prepare`. Knows nothing of requests.
+Everything that does not depend on a layer's numbers is made once, in `prepare`. Knows nothing of requests. What lies
+in the pool past a context's end is hidden by a bias and so must be finite: a pool starts as zeros.
 """
 
 from collections.abc import Sequence
@@ -31,28 +32,27 @@ _TILE_TOKENS = 128  # a tile's first token sees fewer keys than its last, and pa
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """The keys and values of some slices: runs of slots in the pool, or in the blocks gathered from it.
-
-    A layer's pool is seen as [2 * blocks, numbers in a block], keys first.
-    """
+    """The keys and values of some slices, in the pool itself or in blocks gathered from it."""
 
     num_slices: int
     num_keys: int  # of each slice
-    first_slot: int
-    blocks: Tensor | None  # [2 * gathered blocks]; None: the slices lie in the pool, one after the other
+    first_slot: int = 0
+    blocks: Tensor | None = None  # [2 * gathered blocks]: keys' first; None: the one slice is a run of the pool
 
-    def read(self, pool: Tensor, num_blocks: int, shape: LayerAttention) -> tuple[Tensor, ...]:
-        """Return keys and values, [slices, kv_heads, keys, head_dim] each."""
-        token = shape.num_kv_heads * shape.head_dim
-        values_after = num_blocks * pool.shape[1]
+    def read(self, pool: Tensor, shape: LayerAttention) -> tuple[Tensor, ...]:
+        """Return keys and values, [slices, kv_heads, keys, head_dim] each.
+
+        pool: [2 * blocks, numbers in a block], keys' blocks first.
+        """
         if self.blocks is not None:
             pool = pool.index_select(0, self.blocks)
-            values_after = pool.numel() // 2
-        return pool.as_strided(
+        half, token = pool.numel() // 2, shape.num_kv_heads * shape.head_dim
+        both = pool.as_strided(
             (2, self.num_slices, shape.num_kv_heads, self.num_keys, shape.head_dim),
-            (values_after, values_after // self.num_slices, shape.head_dim, token, 1),
+            (half, half // self.num_slices, shape.head_dim, token, 1),
             self.first_slot * token,
-        ).unbind(0)
+        )
+        return both.unbind(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,8 @@ class _Batch:
 
     tokens: Tensor | None  # [slices * num_tokens] where they are in the packed batch; None: all of it, in order
     num_tokens: int
-    num_slices: int
     context: _Context
-    bias: Tensor | None  # [slices, 1, group * num_tokens, context]; None: everything is visible
+    bias: Tensor | None  # [slices, 1, group * num_tokens or 1, keys]; None: everything is visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class _Tile:
     start: int
     stop: int
     context: _Context
-    bias: Tensor | None  # [tokens, context]; None: plain causal
+    bias: Tensor | None  # [tokens, keys]; None: plain causal
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +91,25 @@ class CpuAttention(AttentionBackend):
 
     def __init__(self, layers: list[LayerAttention], kv_pool: list[Tensor]) -> None:
         super().__init__(layers, kv_pool)
+        self._slots_of = [pool.flatten(1, 2) for pool in kv_pool]  # [2, slots, kv_heads, head_dim]
+        self._blocks_of = [pool.flatten(0, 1).flatten(1) for pool in kv_pool]  # [2 * blocks, numbers in a block]
         self._kinds = [(layer.window, layer.num_heads // layer.num_kv_heads) for layer in layers]
         self._slots = torch.empty(0, dtype=torch.int64)
         self._plans: dict[tuple[int | None, int], _Plan] = {}
 
     def prepare(self, step: AttentionStep) -> None:
-        block_tokens, dtype = self.kv_pool[0].shape[2], self.kv_pool[0].dtype
         self._slots = step.slots
         longest = max(step.context_lens)
-        made: dict[tuple[int | None, int], _Plan] = {}
-        for kind in set(self._kinds):
-            window, group = kind
+        plans: dict[tuple[int | None, int], _Plan] = {}
+        for window, group in set(self._kinds):
             effective = None if window is None or window >= longest else window
-            if (effective, group) not in made:
-                made[effective, group] = _Planner(step, block_tokens, dtype, effective, group).plan()
-            made[kind] = made[effective, group]
-        self._plans = made
+            if (effective, group) not in plans:
+                plans[effective, group] = _Planner(step, self.kv_pool[0], effective, group).plan()
+            plans[window, group] = plans[effective, group]
+        self._plans = plans
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        return self._attend(torch.cat((q, k, v), dim=1), layer)
 
     def run_heads(self, heads: Tensor, rotation: Tensor, norm: HeadNorm | None, layer: int) -> Tensor:
         shape = self.layers[layer]
@@ -115,18 +117,15 @@ class CpuAttention(AttentionBackend):
         if norm is not None:
             rotated.copy_(rms_norm(rotated, norm.weight, norm.eps))
         apply_rope(rotated, rotation)
+        return self._attend(heads, layer)
+
+    def _attend(self, heads: Tensor, layer: int) -> Tensor:
+        """heads: [tokens, query + key + value heads, head_dim] -> [tokens, heads * head_dim]."""
+        shape, plan, pool = self.layers[layer], self._plans[self._kinds[layer]], self._blocks_of[layer]
         # Keys and values are neighbours in the projection: one copy writes both.
-        written = heads[:, shape.num_heads :].unflatten(1, (2, shape.num_kv_heads)).transpose(0, 1)
-        self.kv_pool[layer].flatten(1, 2).index_copy_(1, self._slots, written)
-        return self._attend(heads[:, : shape.num_heads], layer)
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        self.kv_pool[layer].flatten(1, 2).index_copy_(1, self._slots, torch.stack((k, v)))
-        return self._attend(q, layer)
-
-    def _attend(self, q: Tensor, layer: int) -> Tensor:
-        """q: [tokens, heads, head_dim] -> [tokens, heads * head_dim]."""
-        plan, shape, pool = self._plans[self._kinds[layer]], self.layers[layer], self.kv_pool[layer]
+        written = heads[:, shape.num_heads :].view(-1, 2, shape.num_kv_heads, shape.head_dim)
+        self._slots_of[layer].index_copy_(1, self._slots, written.transpose(0, 1))
+        q = heads[:, : shape.num_heads]
         if len(plan.batches) == 1 and plan.batches[0].tokens is None:
             return _run_batch(q, plan.batches[0], shape, pool)
         outputs = q.new_empty(q.shape[0], shape.num_heads * shape.head_dim)
@@ -140,19 +139,20 @@ class CpuAttention(AttentionBackend):
 
 def _run_batch(q: Tensor, batch: _Batch, shape: LayerAttention, pool: Tensor) -> Tensor:
     """q: [slices * num_tokens, heads, head_dim] -> [slices * num_tokens, heads * head_dim]."""
-    k, v = batch.context.read(pool).unflatten(1, (batch.num_slices, -1)).transpose(2, 3)
+    k, v = batch.context.read(pool, shape)
+    num_tokens, group = batch.num_tokens, shape.num_heads // shape.num_kv_heads
     # The query heads that share a key head become rows of one small matrix: [slices, kv_heads, rows, head_dim].
-    if batch.num_tokens == 1:
-        grouped = q.unflatten(1, (shape.num_kv_heads, -1))
+    if num_tokens == 1:
+        grouped = q.view(-1, shape.num_kv_heads, group, shape.head_dim)
         return _attention(grouped, k, v, batch.bias, shape).reshape(q.shape[0], -1)
-    folded = q.unflatten(1, (shape.num_kv_heads, -1)).unflatten(0, (-1, batch.num_tokens)).permute(0, 2, 3, 1, 4)
-    mixed = _attention(folded.flatten(2, 3), k, v, batch.bias, shape)
-    return mixed.unflatten(2, (-1, batch.num_tokens)).permute(0, 3, 1, 2, 4).reshape(q.shape[0], -1)
+    split = q.view(-1, num_tokens, shape.num_kv_heads, group, shape.head_dim)
+    mixed = _attention(split.permute(0, 2, 3, 1, 4).flatten(2, 3), k, v, batch.bias, shape)
+    return mixed.unflatten(2, (group, num_tokens)).permute(0, 3, 1, 2, 4).reshape(q.shape[0], -1)
 
 
 def _run_tile(q: Tensor, tile: _Tile, shape: LayerAttention, pool: Tensor) -> Tensor:
     """q: [tokens, heads, head_dim] -> [tokens, heads * head_dim]."""
-    k, v = tile.context.read(pool).transpose(1, 2).unsqueeze(1)  # [1, kv_heads, context, head_dim] each
+    k, v = tile.context.read(pool, shape)
     mixed = _attention(q.transpose(0, 1).unsqueeze(0), k, v, tile.bias, shape, causal=tile.bias is None)
     return mixed.squeeze(0).transpose(0, 1).flatten(1)
 
@@ -160,18 +160,18 @@ def _run_tile(q: Tensor, tile: _Tile, shape: LayerAttention, pool: Tensor) -> Te
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, shape: LayerAttention, *, causal: bool = False
 ) -> Tensor:
-    """q: [batch, heads or kv_heads, rows, head_dim]; k, v: [batch, kv_heads, context, head_dim]. Shaped as q."""
+    """q: [slices, heads or kv_heads, rows, head_dim]; k, v: [slices, kv_heads, keys, head_dim]. Shaped as q."""
     if shape.softcap is None:
         shared = q.shape[1] != k.shape[1]
         return scaled_dot_product_attention(
             q, k, v, attn_mask=bias, is_causal=causal, scale=shape.scale, enable_gqa=shared
         )
-    grouped = q.unflatten(1, (k.shape[1], -1))  # [batch, kv_heads, heads that share, rows, head_dim]
+    grouped = q.unflatten(1, (k.shape[1], -1))  # [slices, kv_heads, heads that share, rows, head_dim]
     scores = grouped @ k.transpose(2, 3).unsqueeze(2)
     scores.mul_(shape.scale / shape.softcap).tanh_().mul_(shape.softcap)
     if causal:
-        rows, context = scores.shape[-2:]
-        bias = _bias(torch.arange(context - rows, context), torch.arange(context), None, scores.dtype)
+        positions = torch.arange(scores.shape[-1])
+        bias = _bias(positions, positions, None, scores.dtype)
     if bias is not None:
         scores += bias if bias.ndim == 2 else bias.unsqueeze(2)
     return (scores.softmax(dim=-1) @ v.unsqueeze(2)).flatten(1, 2)
@@ -180,12 +180,10 @@ def _attention(
 class _Planner:
     """Lays out one step for one window and group size."""
 
-    def __init__(
-        self, step: AttentionStep, block_tokens: int, dtype: torch.dtype, window: int | None, group: int
-    ) -> None:
+    def __init__(self, step: AttentionStep, pool: Tensor, window: int | None, group: int) -> None:
         self._step = step
-        self._block_tokens = block_tokens
-        self._dtype = dtype
+        self._num_blocks, self._block_tokens = pool.shape[1:3]
+        self._dtype = pool.dtype
         self._window = window
         self._group = group
 
@@ -205,12 +203,13 @@ class _Planner:
         return _Plan(batches, tiles)
 
     def _by_length(self, slices: list[int]) -> list[list[int]]:
-        """Split slices so that none has a context less than half the longest of its group."""
+        """Split slices so that no context is less than half the longest of its group."""
         lens = self._step.context_lens
-        if 2 * min(lens[index] for index in slices) >= max(lens[index] for index in slices):
+        ordered = sorted(slices, key=lambda index: -lens[index])
+        if 2 * lens[ordered[-1]] >= lens[ordered[0]]:
             return [slices]
         groups: list[list[int]] = []
-        for index in sorted(slices, key=lambda index: -lens[index]):
+        for index in ordered:
             if groups and 2 * lens[index] >= lens[groups[-1][0]]:
                 groups[-1].append(index)
             else:
@@ -220,39 +219,36 @@ class _Planner:
     def _batch(self, slices: list[int], num_tokens: int) -> _Batch:
         step = self._step
         lens = [step.context_lens[index] for index in slices]
-        whole = len(slices) == len(step.context_lens)
         tokens = None
-        if not whole or slices != sorted(slices):
+        if len(slices) < len(step.context_lens):
             starts = torch.tensor([step.query_starts[index] for index in slices])
             tokens = (starts[:, None] + torch.arange(num_tokens)).view(-1)
         if len(slices) == 1:
             context, first = self._context(slices[0], lens[0] - num_tokens, lens[0])
             firsts = torch.tensor([first])
-            num_keys = context.stop - context.start
         else:
-            context, firsts, num_keys = self._padded_context(slices, lens, num_tokens)
+            context, firsts = self._padded_context(slices, lens, num_tokens)
         bias = None
-        if num_tokens > 1 or self._window is not None or min(lens) < num_keys:
-            bias = self._batch_bias(torch.tensor(lens), firsts, num_tokens, num_keys)
-        return _Batch(tokens, num_tokens, len(slices), context, bias)
+        if num_tokens > 1 or self._window is not None or min(lens) < context.num_keys:
+            bias = self._batch_bias(torch.tensor(lens), firsts, num_tokens, context.num_keys)
+        return _Batch(tokens, num_tokens, context, bias)
 
     def _batch_bias(self, lens: Tensor, firsts: Tensor, num_tokens: int, num_keys: int) -> Tensor:
-        """Return [slices, 1, group * num_tokens, num_keys]. firsts: [slices] position of each one's first key"""
+        """Return [slices, 1, group * num_tokens or 1, keys]. firsts: [slices] position of each one's first key"""
         queries = lens[:, None] - num_tokens + torch.arange(num_tokens)  # [slices, num_tokens]
-        keys = firsts[:, None] + torch.arange(num_keys)  # [slices, num_keys]
+        keys = firsts[:, None] + torch.arange(num_keys)  # [slices, keys]
         bias = _bias(queries, keys, self._window, self._dtype)
         return bias.unsqueeze(1) if num_tokens == 1 else bias.repeat(1, self._group, 1).unsqueeze(1)
 
     def _tile(self, index: int, start: int) -> _Tile:
-        begin, end = self._step.query_starts[index : index + 2]
+        end = self._step.query_starts[index + 1]
         stop = min(start + _TILE_TOKENS, end)
-        context_stop = self._step.context_lens[index] - (end - stop)
-        context_start = context_stop - (stop - start)
-        context, first = self._context(index, context_start, context_stop)
+        last = self._step.context_lens[index] - (end - stop)
+        first = last - (stop - start)  # positions of the tile's tokens: [first, last)
+        context, first_key = self._context(index, first, last)
         bias = None
-        if context_start > first or self._window is not None:
-            queries, keys = torch.arange(context_start, context_stop), torch.arange(first, context_stop)
-            bias = _bias(queries, keys, self._window, self._dtype)
+        if first > first_key or self._window is not None:
+            bias = _bias(torch.arange(first, last), torch.arange(first_key, last), self._window, self._dtype)
         return _Tile(start, stop, context, bias)
 
     def _first_block(self, query: int) -> int:
@@ -263,15 +259,14 @@ class _Planner:
         """Return what these queries of a slice see, and the position of its first key."""
         first = self._first_block(query_start)
         blocks = self._step.block_tables[index, first : -(-query_stop // self._block_tokens)]
-        position = first * self._block_tokens
-        num_keys = query_stop - position
-        if not _are_consecutive(blocks.tolist()):
-            return _Context(0, num_keys, blocks), position
-        start = int(blocks[0]) * self._block_tokens
-        return _Context(start, start + num_keys), position
+        first_key = first * self._block_tokens
+        numbers = blocks.tolist()
+        if _are_consecutive(numbers):
+            return _Context(1, query_stop - first_key, numbers[0] * self._block_tokens), first_key
+        return _Context(1, query_stop - first_key, blocks=self._of_both(blocks)), first_key
 
-    def _padded_context(self, slices: list[int], lens: list[int], num_tokens: int) -> tuple[_Context, Tensor, int]:
-        """Return the contexts of several slices, the position of each one's first key, and their common length."""
+    def _padded_context(self, slices: list[int], lens: list[int], num_tokens: int) -> tuple[_Context, Tensor]:
+        """Return the contexts of several slices, and the position of each one's first key."""
         block_tokens = self._block_tokens
         first = torch.tensor([self._first_block(length - num_tokens) for length in lens])
         stop = torch.tensor([-(-length // block_tokens) for length in lens])
@@ -279,18 +274,18 @@ class _Planner:
         tables = self._step.block_tables
         if len(slices) < len(tables):
             tables = tables[torch.tensor(slices)]
-        if self._window is None:
-            chosen = tables[:, :width]
-        else:
-            # A shorter context reads its last block again; the bias hides what lies past its end.
-            places = torch.minimum(first[:, None] + torch.arange(width), stop[:, None] - 1)
-            chosen = tables.gather(1, places)
-        num_keys = width * block_tokens
-        return _Context(0, num_keys * len(slices), chosen.reshape(-1)), first * block_tokens, num_keys
+        # A shorter context reads its last block again; the bias hides what lies past its end.
+        places = torch.minimum(first[:, None] + torch.arange(width), stop[:, None] - 1)
+        blocks = self._of_both(tables.gather(1, places).view(-1))
+        return _Context(len(slices), width * block_tokens, blocks=blocks), first * block_tokens
+
+    def _of_both(self, blocks: Tensor) -> Tensor:
+        """Where the blocks' keys and then their values are in a pool seen as [2 * blocks, ...]."""
+        return torch.cat((blocks, blocks + self._num_blocks))
 
 
-def _are_consecutive(blocks: Sequence[int]) -> bool:
-    return all(right - left == 1 for left, right in pairwise(blocks))
+def _are_consecutive(numbers: Sequence[int]) -> bool:
+    return all(right - left == 1 for left, right in pairwise(numbers))
 
 
 def _bias(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:

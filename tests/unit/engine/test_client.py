@@ -6,14 +6,17 @@ import time
 
 import pytest
 
+from penstock.child_setup import decode_setup, encode_setup
 from penstock.config import gather
 from penstock.engine.builder import BuiltEngine
 from penstock.engine.client import EngineClient
 from penstock.engine.config import EngineConfig
 from penstock.engine.process import EngineProcess
+from penstock.engine.setup import EngineSetup
 from penstock.engine.timeline import Timeline
 from penstock.errors import EngineFailed, EngineUnavailable
 from penstock.models.spec import LayerSpec, ModelSpec, RopeSpec
+from penstock.models.store import ModelFiles
 from penstock.request import FinishReason, SamplingParams
 from tests.fakes.fake_runner import expected_tokens
 from tests.unit.engine.test_scheduler import BLOCK, VOCAB, make_engine
@@ -101,11 +104,12 @@ async def test_events_that_wait_together_are_merged(client):
 
 
 async def test_an_abort_ends_the_stream_and_frees_its_blocks(client, running):
+    running.engine.runner.launch = _slowly(running.engine.runner.launch)
     stream = ask(client, max_tokens=60)
     await anext(stream)
     stream.abort()
     _, last = await collect(stream)
-    assert last.finish in (FinishReason.ABORT, FinishReason.LENGTH)
+    assert last.finish is FinishReason.ABORT
     await settled(lambda: running.engine.scheduler.cache.pool.num_held == 0)
 
 
@@ -185,12 +189,9 @@ def _slowly(launch):
 
 
 def test_options_reach_the_engine_process_unchanged(tmp_path):
-    from penstock.engine.setup import EngineSetup, decode_setup, encode_setup
-    from penstock.models.store import ModelFiles
-
     sourced = gather({"port": 9000, "max_running": 3}, environ={})
     setup = EngineSetup(
         options=sourced.options, sources=dict(sourced.sources), files=ModelFiles("m", "gguf", tmp_path / "m.gguf"),
         socket_path="s", log_format="text", started=1.0,
     )  # fmt: skip
-    assert decode_setup(encode_setup(setup)) == setup
+    assert decode_setup(encode_setup(setup), EngineSetup) == setup

@@ -13,8 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from penstock.child_setup import encode_setup
 from penstock.models.store import ModelFiles
-from penstock.server.worker_setup import WorkerSetup, encode_worker_setup
+from penstock.server.worker_setup import WorkerSetup
 from tests.fakes.tiny_tokenizer import write_tokenizer
 from tests.unit.engine.test_client import RunningEngine
 from tests.unit.server.conftest import MODEL, make_config, until
@@ -76,7 +77,7 @@ class RunningWorker:
 def setup_for(folder: Path, listener: socket.socket, **changes: object) -> bytes:
     write_tokenizer(folder)
     files = ModelFiles(name=MODEL, kind="folder", path=folder)
-    return encode_worker_setup(
+    return encode_setup(
         WorkerSetup(
             config=make_config(**changes),
             files=files,

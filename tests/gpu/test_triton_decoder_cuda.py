@@ -1,0 +1,39 @@
+"""Whole decoders through the Triton kernels: the logits of the CPU, for prompts whole, in chunks and token by token."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.models.loader import load_model
+from penstock.models.registry import spec_for
+from tests.paged import PagedDecoder
+from tests.tiny_models import folder_files, load_exact, make_reference, random_tokens
+
+if not torch.cuda.is_available():
+    pytest.skip("there is no CUDA device", allow_module_level=True)
+
+from penstock.kernels.attention.triton_paged import TritonPagedAttention
+
+pytestmark = pytest.mark.gpu
+
+MODELS: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("llama", {"attention_bias": True}),
+    "gemma3": ("gemma3_text", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 7}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+}
+
+
+@pytest.mark.parametrize("chunk", [None, 5, 1])
+@pytest.mark.parametrize("name", MODELS)
+def test_float32_gives_the_logits_of_the_cpu(name: str, chunk: int | None, tmp_path: Path) -> None:
+    make_reference(MODELS[name][0], tmp_path, **MODELS[name][1])
+    files = folder_files(tmp_path)
+    prompt = random_tokens(27)
+    expected = PagedDecoder(load_exact(files)).run("a", prompt)
+    decoder = load_model(files, spec_for(files), device=torch.device("cuda"), dtype=torch.float32, precision="float32")
+    found = PagedDecoder(decoder, backend=TritonPagedAttention, device="cuda").run("a", prompt, chunk)
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-3, rtol=0.0)
