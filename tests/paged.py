@@ -60,13 +60,16 @@ class PagedDecoder:
             for (request, _), of_slice in zip(layout, positions, strict=True)
             for position in of_slice
         ]
+        lens = [self._lengths[request] for request, _ in layout]
         self.backend.prepare(
             AttentionStep(
                 num_decodes=sum(len(tokens) == 1 for _, tokens in layout),
                 query_starts=starts,
-                context_lens=[self._lengths[request] for request, _ in layout],
+                context_lens=lens,
                 slots=torch.tensor(slots, device=self.device),
                 block_tables=self._block_tables([request for request, _ in layout]),
+                lens=torch.tensor(lens, dtype=torch.int32, device=self.device),
+                starts=torch.tensor(starts, dtype=torch.int32, device=self.device),
             )
         )
         token_ids = torch.tensor([token for _, tokens in layout for token in tokens], device=self.device)

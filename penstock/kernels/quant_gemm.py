@@ -83,9 +83,9 @@ class Int8Gemm:
         self._scales = scales  # [out]
         self._sums = levels.sum(dim=1, dtype=torch.float32)  # [out]
         self._weight = torch.ops.onednn.qlinear_prepack(levels, None)
-        self._kernel = torch.ops.onednn.qlinear_pointwise.default
+        self._kernel = torch.ops.onednn.qlinear_pointwise.default._op
         self._kept = _pack_to_keep(levels) if keep_packed else None
-        self._kept_kernel = torch.ops.quantized.linear_dynamic.default
+        self._kept_kernel = torch.ops.quantized.linear_dynamic.default._op
         self._one, self._zero = torch.ones(1), torch.zeros(1, dtype=torch.int32)
 
     def multiply(self, x: Tensor) -> Tensor:
