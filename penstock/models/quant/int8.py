@@ -13,9 +13,6 @@ from penstock.kernels.quant_gemm import Int8Gemm, int8_supported
 from penstock.models.quant.interface import LinearWeight, WeightFormat
 from penstock.models.stored_tensor import StoredTensor
 
-# Matrices of models up to about a billion parameters: the fast kernel for few rows may take 3 bytes more per weight.
-_MAX_KEPT_WIDTH = 1024
-
 
 class Int8Weight(LinearWeight):
     def __init__(self, gemm: Int8Gemm) -> None:
@@ -38,9 +35,8 @@ class Int8Format(WeightFormat):
         return device.type == "cpu" and all(part.is_quantised for part in parts) and int8_supported()
 
     def pack(self, parts: list[StoredTensor], device: torch.device, dtype: torch.dtype) -> Int8Weight:
-        return Int8Weight(int8_gemm(parts))
+        return Int8Weight(int8_gemm(parts, keep_packed=True))
 
 
-def int8_gemm(parts: list[StoredTensor]) -> Int8Gemm:
-    weight = torch.cat([part.dense() for part in parts])  # [out, in]
-    return Int8Gemm(weight, keep_packed=min(weight.shape) <= _MAX_KEPT_WIDTH)
+def int8_gemm(parts: list[StoredTensor], *, keep_packed: bool) -> Int8Gemm:
+    return Int8Gemm(torch.cat([part.dense() for part in parts]), keep_packed=keep_packed)
