@@ -70,7 +70,7 @@ class Options:
     draft_tokens: int = _option("scheduler", "Most guesses per request and step", 4, low=1, high=32)
     role: str = _option(
         "scheduler",
-        "prefill: end each request with its first token and keep its KV for export to another engine",
+        "What the engine does; prefill: end requests with their first token and keep their KV for export",
         "both",
         choices=("both", "prefill"),
     )

@@ -36,12 +36,9 @@ def reference(batch: PagedBatch, layer: LayerAttention) -> Tensor:
     return backend.run(batch.q.float(), batch.k.float(), batch.v.float(), 0)
 
 
-def check(
-    queries: list[int], contexts: list[int], layer: LayerAttention, *, contiguous: bool = False, seed: int = 0
-) -> None:
+def check(queries: list[int], contexts: list[int], layer: LayerAttention, *, seed: int = 0) -> None:
     batch = PagedBatch.random(queries, contexts, layer, dtype=torch.bfloat16, device="cuda", seed=seed)
     backend = TritonPagedAttention([layer], [batch.pool.clone()])
-    backend.prefers_contiguous = contiguous
     backend.prepare(batch.step)
     assert relative_error(backend.run(batch.q, batch.k, batch.v, 0), reference(batch, layer)) < 1e-2
 
@@ -75,12 +72,6 @@ def test_soft_cap() -> None:
 
 def test_prefill_of_many_lengths_with_and_without_a_cached_prefix() -> None:
     check([2, 63, 64, 65, 1000, 2048], [2, 63, 1064, 65, 1000, 6000], LLAMA)
-
-
-@pytest.mark.parametrize("window", [None, 100])
-def test_prompts_at_hand_need_no_pool(window: int | None) -> None:
-    check([1, 1, 2, 65, 1000], [700, 3, 2, 65, 1000], replace(LLAMA, window=window), contiguous=True)
-    check([65, 1000], [65, 1000], replace(LLAMA, window=window), contiguous=True)
 
 
 @pytest.mark.parametrize("with_norm", [False, True])

@@ -5,8 +5,6 @@ has no prefill neither waits for the device nor copies to it, so such a step can
 run outside of one. Knows tensors, blocks and lengths.
 """
 
-from collections.abc import Callable
-from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -29,9 +27,6 @@ class TritonPagedAttention(AttentionBackend):
         super().__init__(layers, kv_pool)
         device = kv_pool[0].device
         is_cuda = device.type == "cuda"
-        # Where no prompt of a step has anything cached, keys and values are at hand without the pool: torch's own
-        # flash attention may read them from the projection.
-        self.prefers_contiguous = is_cuda and kv_pool[0].dtype != torch.float32
         self._num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1
         # The widest layer's. A workspace that became too small stays: a captured graph may still use it.
         self._largest = max(layers, key=lambda layer: layer.num_heads * layer.head_dim)
@@ -44,15 +39,12 @@ class TritonPagedAttention(AttentionBackend):
         if step.num_decodes:
             self._splits = self._split(step)
         self._tiles: dict[int, Tensor] = {}
-        self._is_contiguous = False
-        if len(step.context_lens) > step.num_decodes:
-            self._prepare_prefill(step)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         keys, values = self.kv_pool[layer].flatten(1, 2)  # [slots, kv_heads, head_dim] each
         keys[self._step.slots] = k.to(keys.dtype)
         values[self._step.slots] = v.to(values.dtype)
-        return self._attend(q, k, v, layer)
+        return self._attend(q, layer)
 
     def run_heads(self, heads: Tensor, rotation: Tensor, norm: HeadNorm | None, layer: int) -> Tensor:
         from penstock.kernels.triton.rope_cache import rotate_and_cache
@@ -66,18 +58,14 @@ class TritonPagedAttention(AttentionBackend):
             self.kv_pool[layer],
             num_heads=shape.num_heads,
         )
-        q, k, v = heads.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
-        return self._attend(q, k, v, layer)
+        return self._attend(heads[:, : shape.num_heads], layer)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], already in the pool."""
+    def _attend(self, q: Tensor, layer: int) -> Tensor:
+        """Attend to what is in the pool. q: [tokens, heads, head_dim]."""
         from penstock.kernels.triton.paged_decode import paged_decode
 
         shape, step = self.layers[layer], self._step
         num_decodes = step.num_decodes
-        is_contiguous = self._is_contiguous and shape.softcap is None
-        if is_contiguous and num_decodes == 0:
-            return self._attend_contiguous(q, k, v, shape)
         out = q.new_empty(len(q), shape.num_heads * shape.head_dim)
         if num_decodes:
             paged_decode(
@@ -90,13 +78,11 @@ class TritonPagedAttention(AttentionBackend):
                 self._splits,
                 self._workspaces[-1],
             )
-        if is_contiguous:
-            out[num_decodes:] = self._attend_contiguous(q[num_decodes:], k[num_decodes:], v[num_decodes:], shape)
-        elif num_decodes < len(q):
-            self._attend_paged(q, out, layer)
+        if num_decodes < len(q):
+            self._prefill(q, out, layer)
         return out
 
-    def _attend_paged(self, q: Tensor, out: Tensor, layer: int) -> None:
+    def _prefill(self, q: Tensor, out: Tensor, layer: int) -> None:
         from penstock.kernels.triton.paged_prefill import paged_prefill, prefill_tile
 
         shape, pool, step = self.layers[layer], self.kv_pool[layer], self._step
@@ -107,26 +93,6 @@ class TritonPagedAttention(AttentionBackend):
         tiles = self._tiles[tile_tokens]
         paged_prefill(q, pool, step.block_tables, self._lens, self._starts, tiles, out, shape, tile)
 
-    def _attend_contiguous(self, q: Tensor, k: Tensor, v: Tensor, shape: LayerAttention) -> Tensor:
-        """Attend within the packed prompts themselves. Returns [tokens, heads * head_dim]."""
-        attend: Callable[..., tuple[Tensor, ...]] = torch.ops.aten._flash_attention_forward
-        outcome = attend(
-            q,
-            k,
-            v,
-            self._prompt_starts,
-            self._prompt_starts,
-            self._longest_prompt,
-            self._longest_prompt,
-            0.0,
-            True,
-            False,
-            scale=shape.scale,
-            window_size_left=None if shape.window is None else shape.window - 1,
-            window_size_right=None if shape.window is None else 0,
-        )
-        return outcome[0].flatten(1)
-
     def _split(self, step: AttentionStep) -> "Splits":
         from penstock.kernels.triton.paged_decode import DecodeWorkspace, choose_splits
 
@@ -136,14 +102,6 @@ class TritonPagedAttention(AttentionBackend):
         if not self._workspaces or not self._workspaces[-1].fits(num_decodes, splits, layer):
             self._workspaces.append(DecodeWorkspace.of(num_decodes, splits, layer, step.block_tables.device))
         return splits
-
-    def _prepare_prefill(self, step: AttentionStep) -> None:
-        first = step.num_decodes
-        sizes = [stop - start for start, stop in pairwise(step.query_starts[first:])]
-        self._is_contiguous = self.prefers_contiguous and sizes == step.context_lens[first:]
-        if self._is_contiguous:
-            self._prompt_starts = self._starts[first:] - first
-            self._longest_prompt = max(sizes)
 
     def _list_tiles(self, tile_tokens: int) -> Tensor:
         from penstock.kernels.triton.paged_prefill import list_tiles

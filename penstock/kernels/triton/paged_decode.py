@@ -21,7 +21,7 @@ _MIN_ROWS = 16
 # More than this many parts cost more to merge than they save.
 _MAX_SPLITS = 64
 # Programs per multiprocessor that keep the memory busy: below this, contexts are split; above, only very long ones.
-_PROGRAMS_PER_MULTIPROCESSOR = 4
+_PROGRAMS_PER_MULTIPROCESSOR = 3
 _LONG_SPLIT_TOKENS = 4096
 # Stands for "no window": longer than any context, and no overflow when subtracted.
 NO_WINDOW = 1 << 30
@@ -36,10 +36,16 @@ class DecodeTile:
     num_stages: int
 
 
-def decode_tile(head_dim: int, dtype: torch.dtype) -> DecodeTile:
-    """Tiles of 16 KiB of keys and as much of values: two in flight and one in use, twice on a multiprocessor."""
-    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-    return DecodeTile(tokens=min(max(16384 // row_bytes, 16), 128), num_warps=4, num_stages=3)
+def decode_tile(layer: LayerAttention, dtype: torch.dtype) -> DecodeTile:
+    """Tiles of 8 KiB of keys and as much of values, three in flight and one in use.
+
+    One warp needs no barriers, and several such programs share a multiprocessor; more only where the accumulators of
+    one would not fit its registers.
+    """
+    dims = triton.next_power_of_2(layer.head_dim)
+    rows = max(triton.next_power_of_2(layer.num_heads // layer.num_kv_heads), _MIN_ROWS)
+    tokens = min(max(8192 // (dims * dtype.itemsize), 16), 64)
+    return DecodeTile(tokens, num_warps=min(max(rows * dims // 2048, 1), 8), num_stages=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +137,16 @@ def _attend_part(
         # number would spread even at weight zero.
         keys = tl.load(at, mask=dim < HEAD_DIM, other=0.0)  # [TILE, DIMS]
         values = tl.load(at + value_offset, mask=visible[:, None] & (dim < HEAD_DIM), other=0.0)
-        scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision=PRECISION) * scale  # [ROWS, TILE]
+        scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision=PRECISION)  # [ROWS, TILE]
+        # Scores stay as the product gave them until they are weighed, where the scale is part of one multiply-add.
+        sharpness = scale * 1.4426950408889634
         if SOFTCAP:
-            scores = soft_cap(scores, cap)
-        scores = tl.where(visible[None, :], scores * 1.4426950408889634, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
+            scores = soft_cap(scores * scale, cap)
+            sharpness = 1.4426950408889634
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, axis=1) * sharpness)
         shrink = tl.exp2(highest - higher)
-        weights = tl.exp2(scores - higher[:, None])
+        weights = tl.exp2(scores * sharpness - higher[:, None])
         sums = sums * shrink[:, None] + weights
         output = output * shrink[:, None]
         output = tl.dot(weights.to(q.dtype), values.to(q.dtype), output, input_precision=PRECISION)
@@ -328,7 +337,7 @@ def paged_decode(
     assert splits.count == 1 or workspace.fits(num_slices, splits, layer)
     if num_slices == 0:
         return
-    tile = tile or decode_tile(head_dim, pool.dtype)
+    tile = tile or decode_tile(layer, pool.dtype)
     group = num_heads // num_kv_heads
     heads, dims = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
     _decode_kernel[(num_kv_heads, num_slices, splits.count)](

@@ -37,7 +37,7 @@ def prefill_tile(layer: LayerAttention, dtype: torch.dtype) -> PrefillTile:
     """Tiles whose operands fit a multiprocessor's shared memory and registers: twice where heads are narrow."""
     row_bytes = triton.next_power_of_2(layer.head_dim) * dtype.itemsize
     if row_bytes <= 256:
-        shape = PrefillTile(rows=128, keys=64, num_warps=8, num_stages=3)
+        shape = PrefillTile(rows=64, keys=64, num_warps=4, num_stages=3)
     elif row_bytes <= 512:
         shape = PrefillTile(rows=64, keys=32, num_warps=4, num_stages=3)
     else:
@@ -104,18 +104,20 @@ def _walk_keys(
             # Past the end stands memory of others: a value that is not a number would spread even at weight zero.
             inside = inside & (key < end)[:, None]
         values = tl.load(at + value_offset, mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision=PRECISION) * scale  # [ROWS, TILE]
+        scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision=PRECISION)  # [ROWS, TILE]
+        # Scores stay as the product gave them until they are weighed, where the scale is part of one multiply-add.
+        sharpness = scale * 1.4426950408889634
         if SOFTCAP:
-            scores = soft_cap(scores, cap)
-        scores = scores * 1.4426950408889634
+            scores = soft_cap(scores * scale, cap)
+            sharpness = 1.4426950408889634
         if MASKED:
             behind = position[:, None] - key[None, :]
             scores = tl.where((behind >= 0) & (behind < window), scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
+        higher = tl.maximum(highest, tl.max(scores, axis=1) * sharpness)
         # A row may have seen nothing yet, where a window begins inside the tile.
         level = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
         shrink = tl.exp2(highest - level)
-        weights = tl.exp2(scores - level[:, None])
+        weights = tl.exp2(scores * sharpness - level[:, None])
         sums = sums * shrink + tl.sum(weights, axis=1)
         output = output * shrink[:, None]
         output = tl.dot(weights.to(q.dtype), values.to(q.dtype), output, input_precision=PRECISION)

@@ -26,7 +26,6 @@ def reference(batch: PagedBatch, layer: LayerAttention) -> Tensor:
 
 def triton(batch: PagedBatch, layer: LayerAttention) -> Tensor:
     backend = TritonPagedAttention([layer], [batch.pool.clone()])
-    backend.prefers_contiguous = False
     backend.prepare(batch.step)
     return backend.run(batch.q, batch.k, batch.v, 0)
 
