@@ -12,6 +12,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from penstock import machine
 
@@ -84,44 +85,65 @@ class Int8Gemm:
         self._sums = levels.sum(dim=1, dtype=torch.float32)  # [out]
         self._weight = torch.ops.onednn.qlinear_prepack(levels, None)
         self._kernel = torch.ops.onednn.qlinear_pointwise.default._op
-        self._kept = _pack_to_keep(levels) if keep_packed else None
+        self._kept = _pack_to_keep(functional.pad(levels, (0, 2))) if keep_packed else None
+        self._ends = torch.tensor([0.0, 2 * _LEVELS + 1])
         self._kept_kernel = torch.ops.quantized.linear_dynamic.default._op
         self._one, self._zero = torch.ones(1), torch.zeros(1, dtype=torch.int32)
 
     def multiply(self, x: Tensor) -> Tensor:
-        """x: float32 [rows, in], contiguous -> [rows, out]."""
+        """x: float32 [rows, in] -> [rows, out]."""
+        steps, lowest, levels = _rounded(x)
         if self._kept is not None and x.shape[0] <= MAX_REPACKED_ROWS:
-            return self._multiply_kept(x)
-        low, high = x.amin(1, True), x.amax(1, True)  # [rows, 1]; much faster than aminmax
-        middle = low.add(high).div_(2)
-        step = high.sub_(low).div_(2 * _LEVELS).clamp_min_(_TINY)
-        levels = x.sub(middle).mul_(step.reciprocal()).round_().to(torch.int8)
-        y: Tensor = self._kernel(
-            levels, 1.0, 0, self._weight, self._one, self._zero, None, 1.0, 0, torch.float32, "none", [], ""
-        )
-        return self._scaled(y, step, middle)
+            y = self._multiply_kept(levels)
+        else:
+            lowest.add_(_LEVELS)
+            y = self._kernel(
+                levels.sub_(_LEVELS).to(torch.int8),
+                1.0,
+                0,
+                self._weight,
+                self._one,
+                self._zero,
+                None,
+                1.0,
+                0,
+                torch.float32,
+                "none",
+                [],
+                "",
+            )
+        return y.addcmul_(lowest, self._sums).mul_(steps).mul_(self._scales)
 
-    def _multiply_kept(self, x: Tensor) -> Tensor:
-        low = x.amin(1, True)  # [rows, 1]
-        span = x.amax(1, True).sub_(low).clamp_min_(_TINY)
-        # The kernel rounds to 256 levels between the least and the largest number of all rows: exactly 0 and 1 in
-        # each row now, so that a row's result does not depend on the others.
-        unit = x.sub(low).div_(span)
-        num_rows = x.shape[0]
+    def _multiply_kept(self, levels: Tensor) -> Tensor:
+        """levels: whole numbers from 0 to 255, [rows, in] -> [rows, out]."""
+        num_rows = levels.shape[0]
         spare = next(step for step in _STEPS if step >= num_rows) - num_rows
+        # The kernel rounds to 256 levels between the least and the largest number it is given. Two more columns,
+        # whose weights are zero, hold 0 and 255: so it takes the levels as they are, whatever the rows hold.
+        ends = self._ends.expand(num_rows, 2)
+        levels = torch.cat((levels, ends), dim=1)
         if spare:
-            unit = torch.constant_pad_nd(unit, (0, 0, 0, spare))
-        y: Tensor = self._kept_kernel(unit, self._kept, False)
-        return self._scaled(y[:num_rows] if spare else y, span, low)
-
-    def _scaled(self, y: Tensor, factor: Tensor, origin: Tensor) -> Tensor:
-        """Undo the rounding's scale: a row was origin + factor * what the kernel took. y: [rows, out]"""
-        return y.mul_(factor).addcmul_(origin, self._sums).mul_(self._scales)
+            levels = torch.constant_pad_nd(levels, (0, 0, 0, spare))
+        y: Tensor = self._kept_kernel(levels, self._kept, False)
+        return y[:num_rows] if spare else y
 
     @property
     def num_bytes(self) -> int:
         copies = 4 if self._kept is not None else 1
         return copies * self.out_features * self.in_features + self._scales.nbytes + self._sums.nbytes
+
+
+def _rounded(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return step, lowest [rows, 1] and levels [rows, in] of each row, with x close to step * (lowest + level).
+
+    Levels are whole numbers from 0 to 254. So is `lowest`, whatever its sign, which makes zero one of the values: most
+    activations are close to it, and a common error of them all would not average out.
+    """
+    lowest, highest = x.amin(1, True), x.amax(1, True)  # much faster than aminmax
+    steps = highest.sub_(lowest).div_(2 * _LEVELS - 1).clamp_min_(_TINY)
+    inverse = steps.reciprocal()
+    lowest = lowest.mul_(inverse).round_()
+    return steps, lowest, x.mul(inverse).round_().sub_(lowest)
 
 
 def _pack_to_keep(levels: Tensor) -> torch.ScriptObject:

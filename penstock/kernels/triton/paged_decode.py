@@ -61,7 +61,7 @@ def choose_splits(num_slices: int, num_kv_heads: int, max_context: int, num_mult
     programs = max(num_slices * num_kv_heads, 1)
     wanted = -(-_PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // programs)
     if wanted > 1:
-        min_tokens = 64
+        min_tokens = 32
         return Splits(max(min(wanted, _MAX_SPLITS, -(-max_context // min_tokens)), 1), min_tokens)
     return Splits(min(max(-(-max_context // _LONG_SPLIT_TOKENS), 1), 8), _LONG_SPLIT_TOKENS)
 

@@ -130,8 +130,9 @@ def test_tiles_cover_every_query_token_and_the_longest_come_first() -> None:
 
 
 def test_contexts_are_split_until_the_device_is_full() -> None:
-    assert choose_splits(1, 8, 8192, 132) == Splits(64, 64)
-    assert choose_splits(1, 8, 640, 132) == Splits(10, 64)
-    assert choose_splits(64, 8, 8192, 132).count == 2
+    assert choose_splits(1, 8, 8192, 132) == Splits(50, 32)
+    assert choose_splits(1, 8, 640, 132) == Splits(20, 32)
+    assert choose_splits(32, 8, 8192, 132).count == 2
+    assert choose_splits(64, 8, 4096, 132).count == 1
     assert choose_splits(256, 8, 4096, 132).count == 1
     assert choose_splits(256, 8, 32768, 132) == Splits(8, 4096)
