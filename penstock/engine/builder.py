@@ -118,7 +118,7 @@ def _make_runner(config: EngineConfig, spec: ModelSpec, model: Decoder) -> Model
     parameters = RowParameters(config.max_running, spec.vocab_size, device)
     graphs = None
     if device.type == "cuda":
-        graphs = DecodeGraphs(model, attention, rows, config.max_running)
+        graphs = DecodeGraphs(model, attention, rows, parameters, config.max_running)
         graphs.capture()
     # Each running request may draw one token, and one more for each of its guesses.
     max_draws = config.max_running * (1 + (config.draft_tokens if config.speculative != "none" else 0))

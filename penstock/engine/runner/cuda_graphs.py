@@ -1,9 +1,11 @@
 """Decode steps as captured graphs: one launch instead of hundreds.
 
 A graph is captured for each batch size of a ladder, largest first, so that all share the largest one's memory. A step
-takes the smallest that holds it; the rest of its rows are the scratch row. Only plain decoding: one token per row.
+takes the smallest that holds it; the rest of its rows are the scratch row. Only plain decoding: one token per row, and
+a draw from its whole distribution. Rows and positions go in as one copy, tokens come out as one.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,14 @@ import torch
 from torch import Tensor
 
 from penstock.engine.runner.batch_rows import BatchRows
-from penstock.engine.runner.transfer import to_device
+from penstock.engine.runner.transfer import StagingRing, to_host
+from penstock.engine.sampling.row_parameters import RowParameters
+from penstock.engine.sampling.sampler import Sampled
 from penstock.kernels.attention.interface import AttentionBackend, AttentionStep
 from penstock.models.decoder import Decoder
+
+# Bytes of a drawn token and of its logit.
+_TOKEN_BYTES, _LOGIT_BYTES = 8, 4
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -22,16 +29,47 @@ def batch_sizes(most: int) -> list[int]:
     return [size for size in ladder if size < most] + [most]
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeOutcome:
+    """What a replay leaves on the device, valid until the next one."""
+
+    logits: Tensor  # [n, vocab]
+    drawn: Tensor  # uint8: tokens of the whole graph, then their logits
+    count: int
+    size: int  # of the graph
+
+    def to_host(self) -> Sampled:
+        """Start copying the draws to the host, in stream order."""
+        packed = to_host(self.drawn)
+        middle = self.size * _TOKEN_BYTES
+        tokens, best = packed[:middle].view(torch.int64), packed[middle:].view(torch.float32)
+        return Sampled(tokens[: self.count], best[: self.count], None)
+
+
 class DecodeGraphs:
     """Captured decode steps over persistent rows."""
 
-    def __init__(self, model: Decoder, attention: AttentionBackend, rows: BatchRows, max_batch: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        attention: AttentionBackend,
+        rows: BatchRows,
+        parameters: RowParameters,
+        max_batch: int,
+    ) -> None:
+        from penstock.kernels.triton.sampling import SamplingWorkspace
+
         self._model = model
         self._attention = attention
         self._rows = rows
+        self._parameters = parameters
         self._sizes = batch_sizes(max_batch)
-        self._rows_in = torch.full((max_batch,), rows.scratch_row, dtype=torch.int64, device=rows.device)
-        self._positions_in = torch.zeros(max_batch, dtype=torch.int64, device=rows.device)
+        # Rows and then positions of a graph's whole batch.
+        self._inputs = torch.zeros(2 * max_batch, dtype=torch.int64, device=rows.device)
+        self._staging = StagingRing(2 * max_batch)
+        self._starts = torch.arange(max_batch + 1, dtype=torch.int32, device=rows.device)
+        self._drawn = torch.empty(max_batch * (_TOKEN_BYTES + _LOGIT_BYTES), dtype=torch.uint8, device=rows.device)
+        self._workspace: SamplingWorkspace = SamplingWorkspace.of(max_batch, rows.device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None  # the memory that all graphs share
 
@@ -39,22 +77,23 @@ class DecodeGraphs:
     def capture(self) -> None:
         """Capture every size, largest first."""
         for size in reversed(self._sizes):
+            self._inputs[:size] = self._rows.scratch_row
+            self._inputs[size : 2 * size] = 0
             self._capture(size)
 
-    def run(self, rows: np.ndarray, positions: np.ndarray) -> Tensor:
-        """Run one token of each row; return logits [n, vocab], valid until the next run."""
+    def run(self, rows: np.ndarray, positions: np.ndarray) -> DecodeOutcome:
+        """Run one token of each row, draw the next and write it to the row."""
         count = len(rows)
         size = next(size for size in self._sizes if size >= count)
-        padded = np.full((2, size), 0, np.int64)
-        padded[0, count:] = self._rows.scratch_row
-        padded[0, :count] = rows
-        padded[1, :count] = positions
-        inputs = to_device(padded, self._rows.device)
-        self._rows_in[:size].copy_(inputs[0])
-        self._positions_in[:size].copy_(inputs[1])
+        with self._staging.slot() as staged:
+            staged.values[:count] = rows
+            staged.values[count:size] = self._rows.scratch_row
+            staged.values[size : size + count] = positions
+            staged.values[size + count : 2 * size] = 0
+            self._inputs[: 2 * size].copy_(staged.tensor[: 2 * size], non_blocking=True)
         graph, logits = self._graphs[size]
         graph.replay()
-        return logits[:count]
+        return DecodeOutcome(logits[:count], self._drawn_of(size), count, size)
 
     def _capture(self, size: int) -> None:
         stream = torch.cuda.Stream()
@@ -70,20 +109,43 @@ class DecodeGraphs:
 
     def _step(self, size: int) -> Tensor:
         """The captured body: everything it reads is in persistent tensors."""
-        rows, positions = self._rows_in[:size], self._positions_in[:size]
-        state = self._rows
-        token_ids = state.tokens.view(-1).index_select(0, rows * state.width + positions)
-        places = rows * state.max_blocks + positions // state.block_tokens
-        blocks = state.tables.view(-1).index_select(0, places).long()
+        from penstock.kernels.triton.decode_inputs import gather_decode_inputs
+        from penstock.kernels.triton.sampling import TokenTable, sample
+
+        rows, positions = self._inputs[:size], self._inputs[size : 2 * size]
+        state, parameters = self._rows, self._parameters
+        inputs = gather_decode_inputs(
+            rows,
+            positions,
+            state.tokens,
+            state.tables,
+            parameters.device_temperature,
+            parameters.device_seed,
+            state.block_tokens,
+        )
         self._attention.prepare(
             AttentionStep(
                 num_decodes=size,
                 query_starts=list(range(size + 1)),
                 context_lens=[state.width - 1] * size,
-                slots=blocks * state.block_tokens + positions % state.block_tokens,
+                slots=inputs.slots,
                 block_tables=state.tables.index_select(0, rows),
-                lens=(positions + 1).to(torch.int32),
-                starts=torch.arange(size + 1, dtype=torch.int32, device=state.device),
+                lens=inputs.lens,
+                starts=self._starts[: size + 1],
             )
         )
-        return self._model.logits(self._model.forward(token_ids, positions, self._attention))
+        logits = self._model.logits(self._model.forward(inputs.token_ids, positions, self._attention))
+        drawn, middle = self._drawn_of(size), size * _TOKEN_BYTES
+        sample(
+            logits,
+            inputs.temperatures,
+            inputs.seeds,
+            inputs.next_positions,
+            self._workspace,
+            out=(drawn[:middle].view(torch.int64), drawn[middle:].view(torch.float32)),
+            table=TokenTable(state.tokens, inputs.places),
+        )
+        return logits
+
+    def _drawn_of(self, size: int) -> Tensor:
+        return self._drawn[: size * (_TOKEN_BYTES + _LOGIT_BYTES)]

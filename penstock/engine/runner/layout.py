@@ -7,6 +7,16 @@ import numpy as np
 from penstock.engine.scheduler.step_plan import RowSlice
 
 
+def plain_decode(slices: list[RowSlice]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return each slice's row and position, [slices] int64, if each is one token that is followed by one draw."""
+    # Slices of one token come first, so the last one speaks for all.
+    if slices[-1].num_tokens > 1 or not all([piece.num_samples for piece in slices]):
+        return None
+    count = len(slices)
+    rows = np.fromiter([piece.row for piece in slices], np.int64, count)
+    return rows, np.fromiter([piece.start for piece in slices], np.int64, count)
+
+
 @dataclass(slots=True)
 class Layout:
     """One step's tokens, packed in the order of its slices."""
@@ -18,11 +28,6 @@ class Layout:
     context_lens: np.ndarray  # [slices] int64
     num_decodes: int
     sampled: np.ndarray  # [draws] int64: which tokens of the batch are followed by a draw
-
-    @property
-    def is_plain_decode(self) -> bool:
-        """Every slice is one token that is followed by a draw."""
-        return len(self.sampled) == len(self.rows) == len(self.slice_rows)
 
     @classmethod
     def of(cls, slices: list[RowSlice]) -> "Layout":

@@ -17,7 +17,7 @@ from penstock.engine.runner.batch_rows import BatchRows
 from penstock.engine.runner.cuda_graphs import DecodeGraphs
 from penstock.engine.runner.interface import LaunchedStep, Runner, StepFailed
 from penstock.engine.runner.kv_pool import KvPool
-from penstock.engine.runner.layout import Layout
+from penstock.engine.runner.layout import Layout, plain_decode
 from penstock.engine.runner.transfer import to_device, to_host
 from penstock.engine.sampling.row_parameters import RowParameters
 from penstock.engine.sampling.sampler import Sampled, Sampler
@@ -49,6 +49,9 @@ class Pending:
             tokens = self.sampled.tokens.tolist()
             broken = (~torch.isfinite(self.sampled.best_logits)).tolist()
             logprobs = self.sampled.read_logprobs(tokens)
+        if len(tokens) == len(self.plan.slices) and not logprobs and not self.prompt_logprobs:
+            results = [SliceResult([token], failed=bad) for token, bad in zip(tokens, broken, strict=True)]
+            return StepResult(self.plan.number, results, time.monotonic() - self.started)
         results = []
         draw = 0
         for index, piece in enumerate(self.plan.slices):
@@ -131,23 +134,34 @@ class ModelRunner(Runner):
         """Do a step's work, or queue it on the stream."""
         started = time.monotonic()
         self._update_rows(plan)
+        decode = plain_decode(plan.slices) if self._graphs is not None else None
+        if decode is not None:
+            return Pending(plan, self._decode(*decode), {}, started)
         layout = Layout.of(plan.slices)
-        drawn_rows = layout.rows[layout.sampled]
-        drawn_at = layout.positions[layout.sampled] + 1
-        prompt_logprobs: dict[int, Tensor] = {}
-        if self._graphs is not None and layout.is_plain_decode:
-            logits = self._graphs.run(layout.rows, layout.positions)
-        else:
-            hidden = self._forward(layout)
-            prompt_logprobs = self._prompt_logprobs(plan, layout, hidden)
-            if len(layout.sampled) < len(hidden):
-                hidden = hidden.index_select(0, to_device(layout.sampled, hidden.device))
-            if len(hidden) == 0:
-                return Pending(plan, None, prompt_logprobs, started)
-            logits = self._model.logits(hidden)
-        sampled = self._sampler.sample(logits, drawn_rows, drawn_at)
-        self._rows.write(drawn_rows, drawn_at, sampled.tokens)
-        return Pending(plan, sampled.to_host(), prompt_logprobs, started)
+        hidden = self._forward(layout)
+        prompt_logprobs = self._prompt_logprobs(plan, layout, hidden)
+        if len(layout.sampled) < len(hidden):
+            hidden = hidden.index_select(0, to_device(layout.sampled, hidden.device))
+        if len(hidden) == 0:
+            return Pending(plan, None, prompt_logprobs, started)
+        logits = self._model.logits(hidden)
+        sampled = self._sample(logits, layout.rows[layout.sampled], layout.positions[layout.sampled] + 1)
+        return Pending(plan, sampled, prompt_logprobs, started)
+
+    def _decode(self, rows: np.ndarray, positions: np.ndarray) -> Sampled:
+        """Run one token of each row in a captured step, which also draws the next."""
+        assert self._graphs is not None
+        outcome = self._graphs.run(rows, positions)
+        if self._parameters.is_plain[rows].all():
+            return outcome.to_host()
+        # Some rows ask for more than a plain draw: draw again, over what the graph wrote.
+        return self._sample(outcome.logits, rows, positions + 1)
+
+    def _sample(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Sampled:
+        """Draw the tokens at these positions and write them to their rows."""
+        sampled = self._sampler.sample(logits, rows, positions)
+        self._rows.write(rows, positions, sampled.tokens)
+        return sampled.to_host()
 
     def _update_rows(self, plan: StepPlan) -> None:
         self._kv_pool.copy(plan.tier_copies)

@@ -41,7 +41,11 @@ class RowParameters:
         self.edits_logits = np.zeros(num_rows, bool)
         self.wants_logprobs = np.zeros(num_rows, bool)
         self.filters = np.zeros(num_rows, bool)  # rows that sample from a part of the vocabulary
+        self.is_plain = np.ones(num_rows, bool)  # rows that need none of these three
         self.counts: TokenCounts | None = None
+        # What a captured step reads, one row more for the one that pads its batch.
+        self.device_temperature = torch.zeros(num_rows + 1, dtype=torch.float32, device=device)
+        self.device_seed = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
 
     def start(self, start: RowStart) -> None:
         """Take over a row's new owner."""
@@ -57,6 +61,9 @@ class RowParameters:
         self.wants_logprobs[row] = params.logprobs is not None
         narrowed = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         self.filters[row] = narrowed and not params.greedy
+        self.is_plain[row] = not (self.edits_logits[row] or self.wants_logprobs[row] or self.filters[row])
+        self.device_temperature[row] = params.temperature
+        self.device_seed[row] = start.seed
         if params.has_penalties:
             self._count(start)
 

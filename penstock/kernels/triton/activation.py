@@ -8,13 +8,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs
+
 # Eight 2-byte numbers, so 16 bytes, a thread and load; one token of a small model still makes a dozen programs.
 _BLOCK = 1024
 _NUM_WARPS = 4
 
 
 @triton.jit
-def _gate_kernel(gate_up_ptr, out_ptr, token_stride, SIZE: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_kernel(
+    gate_up_ptr,
+    out_ptr,
+    token_stride,
+    SIZE: tl.constexpr,
+    GELU: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -46,5 +57,14 @@ def _launch(gate_up: Tensor, *, gelu: bool) -> Tensor:
     out = gate_up.new_empty(num_tokens, size)
     if num_tokens:
         grid = (num_tokens, triton.cdiv(size, _BLOCK))
-        _gate_kernel[grid](gate_up, out, gate_up.stride(0), SIZE=size, GELU=gelu, BLOCK=_BLOCK, num_warps=_NUM_WARPS)
+        _gate_kernel[grid](
+            gate_up,
+            out,
+            gate_up.stride(0),
+            SIZE=size,
+            GELU=gelu,
+            BLOCK=_BLOCK,
+            num_warps=_NUM_WARPS,
+            **overlap_options(out),
+        )
     return out

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs
+
 
 @triton.jit
 def _norm_kernel(
@@ -21,7 +23,9 @@ def _norm_kernel(
     WEIGHT_ROWS: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -73,4 +77,5 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
         BLOCK=block,
         # 16 numbers a thread: two 16-byte loads of each operand in flight, and a row is one wave of one program.
         num_warps=min(max(block // 512, 1), 16),
+        **overlap_options(x),
     )

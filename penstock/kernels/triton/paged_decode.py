@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.attention.interface import LayerAttention
+from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs
 
 # The narrowest tensor-core tile: query heads that share a key head are padded to this many rows.
 _MIN_ROWS = 16
@@ -263,7 +264,9 @@ def _decode_kernel(
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAP)
     key_head = tl.program_id(0)
     piece = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -370,4 +373,5 @@ def paged_decode(
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **overlap_options(q),
     )

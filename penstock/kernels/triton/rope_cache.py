@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs
+
 # A program takes this many heads of one token: it reads the token's rotation once for all of them.
 _HEADS_PER_PROGRAM = 8
 
@@ -31,7 +33,9 @@ def _rope_cache_kernel(
     NORM: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]  # [HEADS, 1]
     dim = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
@@ -102,4 +106,5 @@ def rotate_and_cache(
         HEADS=_HEADS_PER_PROGRAM,
         BLOCK=triton.next_power_of_2(head_dim),
         num_warps=4,
+        **overlap_options(heads),
     )

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs
+
 _BLOCK = 2048
 _MAX_PARTS = 64
 # Parts of all rows together that keep a large device's memory busy.
@@ -101,6 +103,8 @@ def _sample_kernel(
     part_numbers_ptr,
     part_tokens_ptr,
     arrivals_ptr,
+    table_ptr,  # int32
+    places_ptr,  # [rows] int64
     logits_stride,
     parts,
     part_blocks,  # of BLOCK tokens in a part
@@ -108,7 +112,10 @@ def _sample_kernel(
     VOCAB: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    FILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     row_ptr = logits_ptr + row * logits_stride
@@ -164,23 +171,43 @@ def _sample_kernel(
             end = tl.minimum(begin + part_size, VOCAB)
             chosen = _scan(row_ptr, begin, end, highest, sharpness, before, target, BLOCK)
         tl.store(tokens_ptr + row, chosen.to(tl.int64))
+        if FILE:
+            tl.store(table_ptr + tl.load(places_ptr + row), chosen.to(tl.int32))
         tl.store(arrivals_ptr + row, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenTable:
+    """Where drawn tokens are also written: entries `places` of a flat table."""
+
+    tokens: Tensor  # int32
+    places: Tensor  # [n] int64
+
+
 def sample(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, workspace: SamplingWorkspace
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    workspace: SamplingWorkspace,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+    table: TokenTable | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return each row's token, [n] int64, and its highest logit, [n] float32, not finite where a logit is not.
 
     A row of temperature zero takes its best token, the first among equals; others draw from the whole distribution.
-    logits: [n, vocab] of any float dtype; temperatures: [n] float32; seeds, positions: [n] int64.
+    logits: [n, vocab] of any float dtype; temperatures: [n] float32; seeds, positions: [n] int64. `out` is filled and
+    returned where it is given.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    best = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    if out is None:
+        device = logits.device
+        out = torch.empty(num_rows, dtype=torch.int64, device=device), torch.empty(num_rows, device=device)
+    tokens, best = out
     if num_rows == 0:
-        return tokens, best
+        return out
     parts = min(max(_WANTED_PARTS // num_rows, 8), _MAX_PARTS)
     part_blocks = triton.cdiv(triton.cdiv(vocab_size, parts), _BLOCK)
     parts = triton.cdiv(vocab_size, part_blocks * _BLOCK)
@@ -194,6 +221,8 @@ def sample(
         workspace.numbers,
         workspace.tokens,
         workspace.arrivals,
+        None if table is None else table.tokens,
+        None if table is None else table.places,
         logits.stride(0),
         parts,
         part_blocks,
@@ -201,9 +230,11 @@ def sample(
         VOCAB=vocab_size,
         PARTS=_MAX_PARTS,
         BLOCK=_BLOCK,
+        FILE=table is not None,
         num_warps=4,
+        **overlap_options(logits),
     )
-    return tokens, best
+    return out
 
 
 @triton.jit

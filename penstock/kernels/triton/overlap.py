@@ -1,0 +1,35 @@
+"""Programmatic dependent launch: a kernel is set up while the one before it still runs.
+
+A kernel that is launched with `overlap_options` must call `wait_for_inputs` before it touches anything that an earlier
+kernel may write or read: that returns once all earlier kernels of the stream are done. Every kernel here that takes part
+waits, so the order holds along a whole chain. Knows devices only.
+"""
+# mypy: allow-untyped-defs, allow-untyped-decorators
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def wait_for_inputs(OVERLAP: tl.constexpr):
+    """Wait for the kernels before this one, then let the one after it be set up."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def overlap_options(tensor: Tensor) -> dict[str, Any]:
+    """Options for a launch on the tensor's device: the kernel's OVERLAP, and what the launcher must know."""
+    if tensor.is_cuda and _can_overlap(tensor.device):
+        return {"OVERLAP": True, "launch_pdl": True}
+    return {"OVERLAP": False}
+
+
+@cache
+def _can_overlap(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
