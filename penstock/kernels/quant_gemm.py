@@ -83,12 +83,14 @@ class Int8Gemm:
         levels = weight.div(scales.unsqueeze(1)).round_().to(torch.int8)
         self._scales = scales  # [out]
         self._sums = levels.sum(dim=1, dtype=torch.float32)  # [out]
-        self._weight = torch.ops.onednn.qlinear_prepack(levels, None)
         self._kernel = torch.ops.onednn.qlinear_pointwise.default._op
+        self._arguments: tuple[object, ...] = (
+            *(torch.ops.onednn.qlinear_prepack(levels, None), torch.ones(1), torch.zeros(1, dtype=torch.int32)),
+            *(None, 1.0, 0, torch.float32, "none", [], ""),  # no bias, output neither rounded nor activated
+        )
         self._kept = _pack_to_keep(functional.pad(levels, (0, 2))) if keep_packed else None
         self._ends = torch.tensor([0.0, 2 * _LEVELS + 1])
         self._kept_kernel = torch.ops.quantized.linear_dynamic.default._op
-        self._one, self._zero = torch.ones(1), torch.zeros(1, dtype=torch.int32)
 
     def multiply(self, x: Tensor) -> Tensor:
         """x: float32 [rows, in] -> [rows, out]."""
@@ -97,21 +99,7 @@ class Int8Gemm:
             y = self._multiply_kept(levels)
         else:
             lowest.add_(_LEVELS)
-            y = self._kernel(
-                levels.sub_(_LEVELS).to(torch.int8),
-                1.0,
-                0,
-                self._weight,
-                self._one,
-                self._zero,
-                None,
-                1.0,
-                0,
-                torch.float32,
-                "none",
-                [],
-                "",
-            )
+            y = self._kernel(levels.sub_(_LEVELS).to(torch.int8), 1.0, 0, *self._arguments)
         return y.addcmul_(lowest, self._sums).mul_(steps).mul_(self._scales)
 
     def _multiply_kept(self, levels: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class Pending:
             tokens = self.sampled.tokens.tolist()
             broken = (~torch.isfinite(self.sampled.best_logits)).tolist()
             logprobs = self.sampled.read_logprobs(tokens)
-        if len(tokens) == len(self.plan.slices) and not logprobs and not self.prompt_logprobs:
+        if not logprobs and not self.prompt_logprobs and all([piece.num_samples == 1 for piece in self.plan.slices]):
             results = [SliceResult([token], failed=bad) for token, bad in zip(tokens, broken, strict=True)]
             return StepResult(self.plan.number, results, time.monotonic() - self.started)
         results = []

@@ -62,8 +62,9 @@ class RowParameters:
         narrowed = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         self.filters[row] = narrowed and not params.greedy
         self.is_plain[row] = not (self.edits_logits[row] or self.wants_logprobs[row] or self.filters[row])
-        self.device_temperature[row] = params.temperature
-        self.device_seed[row] = start.seed
+        # Filled, not assigned: to assign a number is to wait for the device.
+        self.device_temperature[row].fill_(params.temperature)
+        self.device_seed[row].fill_(start.seed)
         if params.has_penalties:
             self._count(start)
 

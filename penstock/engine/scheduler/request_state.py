@@ -54,6 +54,7 @@ class RequestState:
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
-    def wants_step(self) -> bool:
-        """Whether a step could do something for it now. False once the steps in flight will reach its last token."""
-        return not self.awaits_commit and self.known < self.max_total_tokens
+    def runnable(self) -> int:
+        """Tokens that a step could run for it now. None once the steps in flight will reach its last token."""
+        known = len(self.tokens) + self.in_flight
+        return 0 if self.awaits_commit or known >= self.max_total_tokens else known - self.computed

@@ -181,14 +181,17 @@ class Scheduler:
     def _plan_running(self, plan: StepPlan) -> int:
         """Give running requests their tokens, best first; return what is left of the budget."""
         budget = self.config.max_step_tokens
+        ready = [(request, remaining) for request in self.running if (remaining := request.runnable)]
         # Prefill chunks leave room for the requests that only need one token.
-        singles_left = sum(1 for request in self.running if request.wants_step and request.remaining == 1)
-        for request in list(self.running):
-            if request.row is None or not request.wants_step:
-                continue
-            remaining = request.remaining
+        singles_left = sum([remaining == 1 for _, remaining in ready])
+        for request, remaining in ready:
             if remaining == 1:
                 singles_left -= 1
+                if self._drafter is None and self._launch_one(plan, request):
+                    budget -= 1
+                    continue
+            if request.row is None:  # preempted for a better one
+                continue
             drafts = self._draft(request, budget - singles_left - remaining)
             num_tokens = min(remaining + len(drafts), budget - singles_left)
             if num_tokens <= 0 or not self._make_room(plan, request, request.computed + num_tokens):
@@ -244,6 +247,16 @@ class Scheduler:
         if request.num_preemptions >= MAX_PREEMPTIONS:
             return request.max_total_tokens
         return min(request.max_total_tokens, len(request.tokens) + int(self._mean_output_tokens) + 1)
+
+    def _launch_one(self, plan: StepPlan, request: RequestState) -> bool:
+        """Launch the one token that is left, if it needs no new block. Most steps of most requests are this."""
+        start = request.computed
+        if request.row is None or start >= len(request.cache.blocks) * self.cache.block_tokens:
+            return False
+        plan.slices.append(RowSlice(request.number, request.row, start, 1, 1))
+        request.computed = start + 1
+        request.in_flight += 1
+        return True
 
     def _launch(self, plan: StepPlan, request: RequestState, num_tokens: int, drafts: tuple[int, ...]) -> None:
         """Add a slice to the plan and move the request to where it will be once the step has run."""
@@ -353,25 +366,32 @@ class Scheduler:
         if outcome.prompt_logprobs is not None and request.row is not None:
             request.prompt_logprobs.extend(outcome.prompt_logprobs)
         finish = None
-        taken: list[int] = []
+        taken = outcome.token_ids
         if piece.num_samples:
             request.in_flight -= 1
             request.awaits_commit = False
-            for token in outcome.token_ids:
-                taken.append(token)
+            for count, token in enumerate(taken, 1):
                 finish = self._take_token(request, token)
                 if finish is not None:
+                    taken = taken[:count]
                     break
-        num_accepted = max(0, len(taken) - 1)
-        self.metrics.accepted_tokens += num_accepted
-        if request.row is not None:
-            # Steps already launched have moved `computed` on; accepted drafts add to it.
-            request.computed += num_accepted
-            settled = piece.start + piece.num_tokens - len(piece.drafts) + num_accepted
+        settled = piece.start + piece.num_tokens
+        if piece.drafts:
+            settled += self._settle_drafts(request, piece, taken)
+        if request.row is not None and settled >= (request.cache.num_named + 1) * self.cache.block_tokens:
             self.cache.name_full_blocks(request.cache, request.tokens, settled)
         if not piece.num_samples:
             return None
         return self._report(request, outcome, taken, finish, now)
+
+    def _settle_drafts(self, request: RequestState, piece: RowSlice, taken: list[int]) -> int:
+        """Count the guesses that were right. Returns minus the number of the slice's tokens that must run again."""
+        num_accepted = len(taken) - 1
+        self.metrics.accepted_tokens += num_accepted
+        if request.row is not None:
+            # Steps already launched have moved `computed` on; accepted drafts add to it.
+            request.computed += num_accepted
+        return num_accepted - len(piece.drafts)
 
     def _take_token(self, request: RequestState, token: int) -> FinishReason | None:
         """Append a sampled token; return why the request ends with it, if it does."""

@@ -7,6 +7,8 @@ the next step can use it. Plans are executed in the order they were launched.
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from penstock.engine.messages import TokenLogprob
 from penstock.request import SamplingParams
 
@@ -23,8 +25,7 @@ class RowStart:
     adapter: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RowSlice:
+class RowSlice(msgspec.Struct, frozen=True, gc=False):
     """Run `num_tokens` tokens of a row, from position `start`.
 
     `num_samples` is 0 while the prompt is unfinished; otherwise the last `num_samples` positions are sampled: one for
@@ -39,8 +40,7 @@ class RowSlice:
     drafts: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class BlockAssignment:
+class BlockAssignment(msgspec.Struct, frozen=True, gc=False):
     """Entry `index` of the row's block table becomes `block`."""
 
     row: int
@@ -76,8 +76,7 @@ class StepPlan:
         return sum(piece.num_tokens for piece in self.slices)
 
 
-@dataclass(slots=True)
-class SliceResult:
+class SliceResult(msgspec.Struct):
     """What one slice gave: the accepted tokens, in order. Empty when the slice sampled nothing."""
 
     token_ids: list[int]

@@ -147,7 +147,8 @@ def _run_batch(q: Tensor, batch: _Batch, shape: LayerAttention, pool: Tensor) ->
         return _attention(grouped, k, v, batch.bias, shape).reshape(q.shape[0], -1)
     split = q.view(-1, num_tokens, shape.num_kv_heads, group, shape.head_dim)
     mixed = _attention(split.permute(0, 2, 3, 1, 4).flatten(2, 3), k, v, batch.bias, shape)
-    return mixed.unflatten(2, (group, num_tokens)).permute(0, 3, 1, 2, 4).reshape(q.shape[0], -1)
+    parted = mixed.view(-1, shape.num_kv_heads, group, num_tokens, shape.head_dim)
+    return parted.permute(0, 3, 1, 2, 4).reshape(q.shape[0], -1)
 
 
 def _run_tile(q: Tensor, tile: _Tile, shape: LayerAttention, pool: Tensor) -> Tensor:
@@ -166,15 +167,16 @@ def _attention(
         return scaled_dot_product_attention(
             q, k, v, attn_mask=bias, is_causal=causal, scale=shape.scale, enable_gqa=shared
         )
-    grouped = q.unflatten(1, (k.shape[1], -1))  # [slices, kv_heads, heads that share, rows, head_dim]
-    scores = grouped @ k.transpose(2, 3).unsqueeze(2)
+    # [slices, kv_heads, heads that share, rows, head_dim]
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2], q.shape[3])
+    scores = torch.matmul(grouped, k.transpose(2, 3).unsqueeze(2))
     scores.mul_(shape.scale / shape.softcap).tanh_().mul_(shape.softcap)
     if causal:
         positions = torch.arange(scores.shape[-1])
         bias = _bias(positions, positions, None, scores.dtype)
     if bias is not None:
         scores += bias if bias.ndim == 2 else bias.unsqueeze(2)
-    return (scores.softmax(dim=-1) @ v.unsqueeze(2)).flatten(1, 2)
+    return torch.matmul(scores.softmax(dim=-1), v.unsqueeze(2)).flatten(1, 2)
 
 
 class _Planner:

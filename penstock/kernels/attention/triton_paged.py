@@ -66,7 +66,8 @@ class TritonPagedAttention(AttentionBackend):
 
         shape, step = self.layers[layer], self._step
         num_decodes = step.num_decodes
-        out = q.new_empty(len(q), shape.num_heads * shape.head_dim)
+        num_tokens = q.shape[0]
+        out = q.new_empty(num_tokens, shape.num_heads * shape.head_dim)
         if num_decodes:
             paged_decode(
                 q[:num_decodes],
@@ -78,7 +79,7 @@ class TritonPagedAttention(AttentionBackend):
                 self._splits,
                 self._workspaces[-1],
             )
-        if num_decodes < len(q):
+        if num_decodes < num_tokens:
             self._prefill(q, out, layer)
         return out
 

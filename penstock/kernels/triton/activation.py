@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs
+from penstock.kernels.triton.sizes import ceil_divide
 
 # Eight 2-byte numbers, so 16 bytes, a thread and load; one token of a small model still makes a dozen programs.
 _BLOCK = 1024
@@ -56,7 +57,7 @@ def _launch(gate_up: Tensor, *, gelu: bool) -> Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, size)
     if num_tokens:
-        grid = (num_tokens, triton.cdiv(size, _BLOCK))
+        grid = (num_tokens, ceil_divide(size, _BLOCK))
         _gate_kernel[grid](
             gate_up,
             out,

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.triton.sizes import ceil_divide
+
 _BLOCK = 128
 
 
@@ -85,7 +87,7 @@ def gather_decode_inputs(
     """rows, positions: [n] int64; tokens: [rows, width] int32; tables: [rows, blocks] int32; the rest: [rows]."""
     count = len(rows)
     found = DecodeInputs.of(count, rows.device)
-    _gather_kernel[(triton.cdiv(count, _BLOCK),)](
+    _gather_kernel[(ceil_divide(count, _BLOCK),)](
         rows,
         positions,
         tokens,

@@ -17,7 +17,9 @@ from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs
 
 # The narrowest tensor-core tile: fewer rows are padded to this many.
 MAX_ROWS = 16
-_MAX_BANDS = 8192
+# Programs that keep the memory of a large device busy: a narrow weight is cut along its depth until there are as many.
+_WANTED_PROGRAMS = 192
+_WIDE, _WIDEST = 16_384, 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class Band:
     parts: int  # programs that share a band
     num_warps: int
     num_stages: int
+    warm_lines: int = 0  # cache lines of each row asked for ahead of the inputs
 
 
 @triton.jit
@@ -39,7 +42,7 @@ def _warm_cache(at):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
     x_ptr,  # [rows, DEPTH]
     weight_ptr,  # [width, DEPTH]
@@ -96,45 +99,66 @@ def _few_rows_kernel(
         tl.store(arrivals_ptr + band, 0)
 
 
-@dataclass(slots=True)
-class FewRowsWorkspace:
-    """Room for the parts of one product at a time. `arrivals` is zero between launches: whoever adds up resets it."""
+def choose_band(width: int, depth: int) -> Band | None:
+    """The shape that was fastest for weights of about this size, or None where no whole bands and tiles fit."""
+    if _WIDE <= width < _WIDEST and width % 64 == 0 and depth % 128 == 0:
+        return Band(rows=64, depth=128, parts=1, num_warps=4, num_stages=5, warm_lines=8)
+    if depth % 256 or width % 32:
+        return None
+    if width // 32 >= _WANTED_PROGRAMS:
+        return Band(rows=32, depth=256, parts=1, num_warps=2, num_stages=4)
+    parts = 1
+    while width // 16 * parts < _WANTED_PROGRAMS and parts < 8 and depth % (512 * parts) == 0:
+        parts *= 2
+    return Band(rows=16, depth=256, parts=parts, num_warps=1, num_stages=6 if parts == 1 else 4, warm_lines=8)
 
-    parts: Tensor  # float32
-    arrivals: Tensor  # int32
 
-    @classmethod
-    def of(cls, width: int, band: Band, device: torch.device) -> "FewRowsWorkspace":
+class FewRowsProduct:
+    """A weight with what its products need: one product at a time, in stream order."""
+
+    def __init__(self, weight: Tensor, band: Band) -> None:
+        width, depth = weight.shape
+        assert weight.is_contiguous() and width % band.rows == 0 and depth % (band.parts * band.depth) == 0
+        self._weight = weight
+        self._band = band
         num_bands = width // band.rows
-        return cls(
-            torch.empty(num_bands * band.parts * MAX_ROWS * band.rows, dtype=torch.float32, device=device),
-            torch.zeros(num_bands, dtype=torch.int32, device=device),
-        )
+        num_parts = num_bands * band.parts if band.parts > 1 else 0
+        self._parts = torch.empty(num_parts * MAX_ROWS * band.rows, dtype=torch.float32, device=weight.device)
+        # Zero between launches: whoever adds up resets it.
+        self._arrivals = torch.zeros(num_bands, dtype=torch.int32, device=weight.device)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return x @ weight.T. x: [rows, depth], at most MAX_ROWS -> [rows, width]."""
+        num_rows, depth = x.shape
+        width, band = self._weight.shape[0], self._band
+        assert num_rows <= MAX_ROWS and x.is_contiguous()
+        out = x.new_empty(num_rows, width)
+        if num_rows:
+            _few_rows_kernel[(width // band.rows, band.parts)](
+                x,
+                self._weight,
+                out,
+                self._parts,
+                self._arrivals,
+                num_rows,
+                width,
+                DEPTH=depth,
+                ROWS=MAX_ROWS,
+                BAND=band.rows,
+                TILE=band.depth,
+                PARTS=band.parts,
+                WARM=band.warm_lines,
+                num_warps=band.num_warps,
+                num_stages=band.num_stages,
+                **overlap_options(x),
+            )
+        return out
 
 
-def multiply(x: Tensor, weight: Tensor, band: Band, workspace: FewRowsWorkspace, warm: int = 8) -> Tensor:
-    """Return x @ weight.T. x: [rows, depth], at most MAX_ROWS; weight: [width, depth], whole bands and tiles."""
-    num_rows, depth = x.shape
-    width = len(weight)
-    assert num_rows <= MAX_ROWS and x.is_contiguous() and weight.is_contiguous()
-    assert width % band.rows == 0 and depth % (band.parts * band.depth) == 0
-    out = x.new_empty(num_rows, width)
-    _few_rows_kernel[(width // band.rows, band.parts)](
-        x,
-        weight,
-        out,
-        workspace.parts,
-        workspace.arrivals,
-        num_rows,
-        width,
-        DEPTH=depth,
-        ROWS=MAX_ROWS,
-        BAND=band.rows,
-        TILE=band.depth,
-        PARTS=band.parts,
-        WARM=warm,
-        num_warps=band.num_warps,
-        num_stages=band.num_stages,
-        **overlap_options(x),
-    )
-    return out
+def product_for(weight: Tensor) -> FewRowsProduct | None:
+    """Prepare products with a weight on a device where they were measured to be faster than the library's."""
+    band = choose_band(*weight.shape)
+    is_half = weight.dtype in (torch.bfloat16, torch.float16)
+    if band is None or not is_half or torch.cuda.get_device_capability(weight.device) < (9, 0):
+        return None
+    return FewRowsProduct(weight, band)

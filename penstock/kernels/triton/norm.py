@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs
+from penstock.kernels.triton.sizes import power_of_2
 
 
 @triton.jit
@@ -64,7 +65,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
     num_rows = x.numel() // size
     if num_rows == 0:
         return
-    block = triton.next_power_of_2(size)
+    block = power_of_2(size)
     _norm_kernel[(num_rows,)](
         x,
         x if residual is None else residual,

@@ -1,7 +1,7 @@
 """Programmatic dependent launch: a kernel is set up while the one before it still runs.
 
 A kernel that is launched with `overlap_options` must call `wait_for_inputs` before it touches anything that an earlier
-kernel may write or read: that returns once all earlier kernels of the stream are done. Every kernel here that takes part
+kernel may write or read: that returns once all earlier kernels of the stream are done. Every kernel that takes part
 waits, so the order holds along a whole chain. Knows devices only.
 """
 # mypy: allow-untyped-defs, allow-untyped-decorators

@@ -8,6 +8,7 @@ them, so that a layer is one launch. Knows tensors, blocks and lengths; nothing 
 # mypy: allow-untyped-defs, allow-untyped-decorators
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from penstock.kernels.attention.interface import LayerAttention
 from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs
+from penstock.kernels.triton.sizes import power_of_2
 
 # The narrowest tensor-core tile: query heads that share a key head are padded to this many rows.
 _MIN_ROWS = 16
@@ -37,14 +39,15 @@ class DecodeTile:
     num_stages: int
 
 
+@cache
 def decode_tile(layer: LayerAttention, dtype: torch.dtype) -> DecodeTile:
     """Tiles of 8 KiB of keys and as much of values, three in flight and one in use.
 
     One warp needs no barriers, and several such programs share a multiprocessor; more only where the accumulators of
     one would not fit its registers.
     """
-    dims = triton.next_power_of_2(layer.head_dim)
-    rows = max(triton.next_power_of_2(layer.num_heads // layer.num_kv_heads), _MIN_ROWS)
+    dims = power_of_2(layer.head_dim)
+    rows = max(power_of_2(layer.num_heads // layer.num_kv_heads), _MIN_ROWS)
     tokens = min(max(8192 // (dims * dtype.itemsize), 16), 64)
     return DecodeTile(tokens, num_warps=min(max(rows * dims // 2048, 1), 8), num_stages=4)
 
@@ -342,7 +345,7 @@ def paged_decode(
         return
     tile = tile or decode_tile(layer, pool.dtype)
     group = num_heads // num_kv_heads
-    heads, dims = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
+    heads, dims = power_of_2(group), power_of_2(head_dim)
     _decode_kernel[(num_kv_heads, num_slices, splits.count)](
         q,
         pool,

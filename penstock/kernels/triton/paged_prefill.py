@@ -9,6 +9,7 @@ there are is a list from the host: a step with prefill is not captured. Knows te
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from penstock.kernels.attention.interface import LayerAttention
 from penstock.kernels.triton.paged_decode import NO_WINDOW, soft_cap
+from penstock.kernels.triton.sizes import power_of_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,10 @@ class PrefillTile:
         return self.rows // (layer.num_heads // layer.num_kv_heads)
 
 
+@cache
 def prefill_tile(layer: LayerAttention, dtype: torch.dtype) -> PrefillTile:
     """Tiles whose operands fit a multiprocessor's shared memory and registers: twice where heads are narrow."""
-    row_bytes = triton.next_power_of_2(layer.head_dim) * dtype.itemsize
+    row_bytes = power_of_2(layer.head_dim) * dtype.itemsize
     if row_bytes <= 256:
         shape = PrefillTile(rows=64, keys=64, num_warps=4, num_stages=3)
     elif row_bytes <= 512:
@@ -45,7 +48,7 @@ def prefill_tile(layer: LayerAttention, dtype: torch.dtype) -> PrefillTile:
     group = layer.num_heads // layer.num_kv_heads
     if group <= shape.rows:
         return shape
-    return PrefillTile(triton.next_power_of_2(group), shape.keys, shape.num_warps, shape.num_stages)
+    return PrefillTile(power_of_2(group), shape.keys, shape.num_warps, shape.num_stages)
 
 
 def list_tiles(query_starts: Sequence[int], context_lens: Sequence[int], tile_tokens: int) -> np.ndarray:
@@ -217,10 +220,11 @@ def paged_prefill(
     _, _, block_tokens, num_kv_heads, _ = pool.shape
     assert q.stride(1) == head_dim and q.stride(2) == 1
     assert pool.is_contiguous() and out.is_contiguous() and block_tables.stride(1) == 1 and tiles.is_contiguous()
-    if len(tiles) == 0:
+    num_tiles = tiles.shape[0]
+    if num_tiles == 0:
         return
     tile = tile or prefill_tile(layer, pool.dtype)
-    _prefill_kernel[(num_kv_heads, len(tiles))](
+    _prefill_kernel[(num_kv_heads, num_tiles)](
         q,
         pool,
         block_tables,
@@ -241,7 +245,7 @@ def paged_prefill(
         SOFTCAP=layer.softcap is not None,
         WINDOWED=layer.window is not None,
         ROWS=tile.rows,
-        DIMS=triton.next_power_of_2(head_dim),
+        DIMS=power_of_2(head_dim),
         TILE=tile.keys,
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps,

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs
+from penstock.kernels.triton.sizes import ceil_divide, power_of_2
 
 # A program takes this many heads of one token: it reads the token's rotation once for all of them.
 _HEADS_PER_PROGRAM = 8
@@ -88,7 +89,7 @@ def rotate_and_cache(
         return
     turns = torch.view_as_real(rotation)  # [tokens, 1, rotary_dim / 2, 2]
     weight, eps = (turns, 0.0) if norm is None else norm
-    _rope_cache_kernel[(num_tokens, triton.cdiv(all_heads, _HEADS_PER_PROGRAM))](
+    _rope_cache_kernel[(num_tokens, ceil_divide(all_heads, _HEADS_PER_PROGRAM))](
         heads,
         turns,
         weight,
@@ -104,7 +105,7 @@ def rotate_and_cache(
         ROTARY=2 * rotation.shape[-1],
         NORM=norm is not None,
         HEADS=_HEADS_PER_PROGRAM,
-        BLOCK=triton.next_power_of_2(head_dim),
+        BLOCK=power_of_2(head_dim),
         num_warps=4,
         **overlap_options(heads),
     )

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs
+from penstock.kernels.triton.sizes import ceil_divide, power_of_2
 
 _BLOCK = 2048
 _MAX_PARTS = 64
@@ -92,7 +93,21 @@ def _scan(row_ptr, begin, end, highest, sharpness, before, target, BLOCK: tl.con
     return tl.where(found == end, last, found)
 
 
-@triton.jit(do_not_specialize=["parts", "part_blocks", "capacity"])
+@triton.jit
+def _pick_part(weights, number, PARTS: tl.constexpr):
+    """Return the part that the draw falls into, the sum of the parts before it, and the sum to be exceeded."""
+    every = tl.arange(0, PARTS)
+    sums = tl.cumsum(weights, axis=0)
+    target = number * tl.sum(weights, axis=0)
+    last = tl.max(tl.where(weights > 0.0, every, 0), axis=0)
+    picked = tl.min(tl.where((sums > target) & (weights > 0.0), every, last), axis=0)
+    return picked, tl.sum(tl.where(every < picked, weights, 0.0), axis=0), target
+
+
+@triton.jit(
+    do_not_specialize=["parts", "part_blocks", "capacity"],
+    do_not_specialize_on_alignment=["temperatures_ptr", "seeds_ptr", "positions_ptr", "tokens_ptr", "best_ptr"],
+)
 def _sample_kernel(
     logits_ptr,  # [rows, vocab]
     temperatures_ptr,  # [rows] float32
@@ -161,12 +176,8 @@ def _sample_kernel(
         if (temperature > 0.0) & (tl.abs(highest) < float("inf")):
             totals = tl.load(part_numbers_ptr + capacity * PARTS + places, mask=there, other=0.0, cache_modifier=".cg")
             weights = tl.where(totals > 0.0, totals * tl.exp((highs - highest) * sharpness), 0.0)
-            sums = tl.cumsum(weights, axis=0)
             number = _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
-            target = number * tl.sum(weights, axis=0)
-            last = tl.max(tl.where(weights > 0.0, every, 0), axis=0)
-            picked = tl.min(tl.where((sums > target) & (weights > 0.0), every, last), axis=0)
-            before = tl.sum(tl.where(every < picked, weights, 0.0), axis=0)
+            picked, before, target = _pick_part(weights, number, PARTS)
             begin = picked * part_size
             end = tl.minimum(begin + part_size, VOCAB)
             chosen = _scan(row_ptr, begin, end, highest, sharpness, before, target, BLOCK)
@@ -209,8 +220,8 @@ def sample(
     if num_rows == 0:
         return out
     parts = min(max(_WANTED_PARTS // num_rows, 8), _MAX_PARTS)
-    part_blocks = triton.cdiv(triton.cdiv(vocab_size, parts), _BLOCK)
-    parts = triton.cdiv(vocab_size, part_blocks * _BLOCK)
+    part_blocks = ceil_divide(ceil_divide(vocab_size, parts), _BLOCK)
+    parts = ceil_divide(vocab_size, part_blocks * _BLOCK)
     _sample_kernel[(num_rows, parts)](
         logits,
         temperatures,
@@ -451,7 +462,7 @@ def sample_filtered(
             best,
             logits.stride(0),
             VOCAB=vocab_size,
-            BLOCK=min(_FILTER_BLOCK, triton.next_power_of_2(vocab_size)),
+            BLOCK=min(_FILTER_BLOCK, power_of_2(vocab_size)),
             num_warps=_FILTER_WARPS,
         )
     return tokens, best

@@ -26,6 +26,7 @@ class FeedForward:
         self.gate_up = gate_up
         self.down = down
         self.group = group
+        self.activation = activation
         self._gate = GATES[activation]
 
     def forward(self, x: Tensor) -> Tensor:

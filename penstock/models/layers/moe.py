@@ -1,18 +1,53 @@
 """The sparse feed-forward layer: a router picks a few experts for each token.
 
-Two ways to the same result: where the host can look at the picks for free (CPU) each expert runs on its own tokens;
-elsewhere every expert runs on all tokens, with weight zero where it was not picked, so that shapes never depend on data
-and the step can be captured in a graph. Knows nothing of how experts are kept.
+Three ways to the same result. Where the host can look at the picks for free (CPU) each expert runs on its own tokens.
+On CUDA, experts kept as plain matrices are stacked, and kernels multiply each pick with its own expert's. What is left
+runs every expert on all tokens, with weight zero where it was not picked, so that shapes never depend on data and the
+step can be captured in a graph.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.models.layers.feed_forward import FeedForward
 from penstock.models.layers.linear import Linear
+from penstock.models.quant.dense import DenseWeight
 from penstock.models.spec import MoeSpec
 from penstock.parallel.collectives import all_reduce
 from penstock.parallel.groups import Group
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """Plain matrices of all experts, one above the other, on CUDA."""
+
+    gate_up: Tensor  # [experts, 2 * intermediate, hidden]
+    down: Tensor  # [experts, hidden, intermediate]
+    gelu: bool
+
+    @classmethod
+    def of(cls, experts: list[FeedForward]) -> "StackedExperts | None":
+        """Copy the experts' matrices, or return None where they are not for the kernels."""
+        gate_ups = [matrix for expert in experts if (matrix := _plain_matrix(expert.gate_up)) is not None]
+        downs = [matrix for expert in experts if (matrix := _plain_matrix(expert.down)) is not None]
+        if not len(gate_ups) == len(downs) == len(experts) or not downs[0].is_cuda or downs[0].dtype == torch.float32:
+            return None
+        from penstock.kernels.triton import experts as kernels
+
+        if not kernels.fits(*downs[0].shape):
+            return None
+        return cls(torch.stack(gate_ups), torch.stack(downs), gelu=experts[0].activation == "gelu_tanh")
+
+    def run(self, x: Tensor, logits: Tensor, spec: MoeSpec) -> Tensor:
+        """x: [tokens, hidden]; logits: [tokens, experts] -> [tokens, hidden]."""
+        from penstock.kernels.triton import experts as kernels
+
+        weights, picks = kernels.route(logits, spec.num_active, normalise=spec.normalise_weights)
+        groups = kernels.group_picks(picks, spec.num_experts)
+        inner = kernels.gated_product(x, self.gate_up, groups, spec.num_active, gelu=self.gelu)
+        return kernels.add_up(kernels.product(inner, self.down, weights, groups), spec.num_active)
 
 
 class Moe:
@@ -20,13 +55,17 @@ class Moe:
 
     def __init__(self, router: Linear, experts: list[FeedForward], spec: MoeSpec, group: Group) -> None:
         self.router = router
-        self.experts = experts
         self.spec = spec
         self.group = group
+        self.stacked = StackedExperts.of(experts)
+        self.experts = experts if self.stacked is None else []
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
-        weights, picks = route(self.router.apply(x), self.spec)
+        logits = self.router.apply(x)
+        if self.stacked is not None:
+            return all_reduce(self.stacked.run(x, logits, self.spec), self.group)
+        weights, picks = route(logits, self.spec)
         run = self.run_picked if x.device.type == "cpu" else self.run_all
         return all_reduce(run(x, weights, picks), self.group)
 
@@ -52,3 +91,7 @@ def route(logits: Tensor, spec: MoeSpec) -> tuple[Tensor, Tensor]:
     if spec.normalise_weights:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return weights.to(logits.dtype), picks
+
+
+def _plain_matrix(linear: Linear) -> Tensor | None:
+    return linear.weight.weight if isinstance(linear.weight, DenseWeight) and linear.bias is None else None

@@ -1,9 +1,9 @@
-"""Matrices kept as plain tensors and multiplied by `torch.nn.functional.linear`.
+"""Matrices kept as plain tensors and multiplied by `torch.nn.functional.linear`, or by a kernel for a handful of rows.
 
 Takes any stored tensor on any device, so it is the format of last resort and, in float32, the exact one.
 """
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,13 +12,26 @@ from torch.nn import functional
 from penstock.models.quant.interface import LinearWeight, WeightFormat
 from penstock.models.stored_tensor import StoredTensor
 
+if TYPE_CHECKING:
+    from penstock.kernels.triton.few_rows import FewRowsProduct
+
+# Products with at most so many rows have a kernel of their own on CUDA.
+_FEW_ROWS = 16
+
 
 class DenseWeight(LinearWeight):
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight  # [out_features, in_features]
         self.out_features, self.in_features = weight.shape
+        self._few_rows: FewRowsProduct | None = None
+        if weight.is_cuda:
+            from penstock.kernels.triton.few_rows import product_for
+
+            self._few_rows = product_for(weight)
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self._few_rows is not None and bias is None and x.shape[0] <= _FEW_ROWS:
+            return self._few_rows.multiply(x)
         return functional.linear(x, self.weight, bias)
 
     @property

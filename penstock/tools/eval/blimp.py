@@ -1,4 +1,4 @@
-"""Minimal pairs: two sentences that differ in one point of grammar, of which the model should find the right one likelier.
+"""Minimal pairs: sentences that differ in one point of grammar; the model should find the right one likelier.
 
 Log-probabilities decide, so that a small loss of accuracy shows even with a small model. Knows nothing of how
 sentences are tokenised or scored. The file format is that of the BLiMP data set: one JSON object per line.
@@ -33,7 +33,7 @@ class PairScores:
 
 def read_pairs(file: Path, max_pairs: int | None = None) -> list[MinimalPair]:
     """Read `sentence_good` and `sentence_bad` of every line."""
-    pairs = []
+    pairs: list[MinimalPair] = []
     with file.open(encoding="utf-8") as lines:
         for line in lines:
             if max_pairs is not None and len(pairs) == max_pairs:
