@@ -182,7 +182,7 @@ class LLM:
             request.take(event)
             if request.assembler.finish is not None:
                 del open_requests[event.request_id]
-                self._engine.abort(b"", [event.request_id])
+                self._engine.abort(b"", [event.request_id], FinishReason.STOP)
 
     async def _render(self, template: str, messages: list[dict[str, str]]) -> str:
         chat_template = ChatTemplate(

@@ -14,6 +14,7 @@ from penstock.commands.models import fetch
 from penstock.config import Sourced
 from penstock.engine import setup
 from penstock.engine.timeline import Timeline, process_started
+from penstock.engine.tokenizer import Tokenizer
 from penstock.server import config as server_config
 from penstock.server.supervisor import Supervisor
 
@@ -31,7 +32,9 @@ def run(sourced: Sourced) -> int:
 
         def announce(supervisor: Supervisor) -> None:
             bar.close()
-            console.print(banner(supervisor, config.served_name, has_keys=bool(config.keys)), soft_wrap=True)
+            chats = bool(config.chat_template or Tokenizer.load(files).chat_template)
+            line = try_line(supervisor.url, config.served_name, has_keys=bool(config.keys), chats=chats)
+            console.print(banner(supervisor, config.served_name, line), soft_wrap=True)
 
         async def serve() -> int:
             supervisor = Supervisor(sourced, config, files, timeline, on_ready=announce, on_progress=bar.show)
@@ -40,32 +43,36 @@ def run(sourced: Sourced) -> int:
         return asyncio.run(serve())
 
 
-def banner(supervisor: Supervisor, model: str, *, has_keys: bool) -> Group:
-    """Return the start-up timeline, whose parts sum to the total, and what to try first."""
+def banner(supervisor: Supervisor, model: str, line: str) -> Group:
+    """Return the start-up timeline, whose parts as printed sum to the total, and what to try first."""
     timeline = supervisor.timeline
     rows = Table.grid(padding=(0, 2))
     rows.add_column(justify="right")
     rows.add_column()
-    for phase, seconds in timeline.phases:
-        rows.add_row(Text(f"{seconds:.2f} s", style="dim"), Text(phase, style="dim"))
-    rows.add_row(Text(f"{timeline.total:.2f} s", style="bold"), Text(f"ready: {model}", style="bold"))
+    hundredths = [round(seconds * 100) for _, seconds in timeline.phases]
+    for count, (phase, _) in zip(hundredths, timeline.phases, strict=True):
+        rows.add_row(Text(f"{count / 100:.2f} s", style="dim"), Text(phase, style="dim"))
+    rows.add_row(Text(f"{sum(hundredths) / 100:.2f} s", style="bold"), Text(f"ready: {model}", style="bold"))
     # Beside the table, not in it: a cell would be wrapped, and a wrapped command does not run.
     return Group(
         rows,
         Text(),
         Text(f"Look:  {supervisor.url}/       {supervisor.url}/docs"),
         Text("Try:"),
-        Text(try_line(supervisor.url, model, has_keys=has_keys)),
+        Text(line),
         Text(),
     )
 
 
-def try_line(url: str, model: str, *, has_keys: bool) -> str:
+def try_line(url: str, model: str, *, has_keys: bool, chats: bool) -> str:
     """Return a command that works as printed (with the caller's own key, where keys are needed)."""
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    body = json.dumps({"model": model, "messages": question, "temperature": 0, "max_tokens": 64})
+    question: dict[str, object] = {"prompt": "The capital of France is"}
+    if chats:
+        question = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    body = json.dumps({"model": model, **question, "temperature": 0, "max_tokens": 64})
+    route = "chat/completions" if chats else "completions"
     key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if has_keys else ""
-    return f"curl -s {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    return f"curl -s {url}/v1/{route}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 
 class _LoadingBar:

@@ -30,7 +30,7 @@ from penstock.engine.messages import (
     encode,
 )
 from penstock.errors import EngineFailed, EngineUnavailable
-from penstock.request import SamplingParams
+from penstock.request import FinishReason, SamplingParams
 
 
 class TokenStream(AsyncIterator[TokenEvent]):
@@ -62,9 +62,9 @@ class TokenStream(AsyncIterator[TokenEvent]):
             self._arrived.set()
         return event
 
-    def abort(self) -> None:
+    def abort(self, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ask the engine to stop; it frees the request within a step. Does nothing once the request has ended."""
-        self._client.abort(self._request_id)
+        self._client.abort(self._request_id, reason)
 
     def push(self, event: TokenEvent) -> None:
         """Take an event from the engine."""
@@ -175,10 +175,10 @@ class EngineClient:
         )
         return stream
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """Stop a request that still runs."""
         if request_id in self._streams and self.connected:
-            self._send(Abort([request_id]))
+            self._send(Abort([request_id], reason))
 
     async def export_prefix(
         self, tokens: list[int], *, request_id: str, tenant: str = "", adapter: str = ""

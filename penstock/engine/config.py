@@ -171,6 +171,13 @@ class _Resolver:
         blocks_each = -(-context // self.options.block_tokens)
         if self.options.kv_memory is not None:
             given = parse_bytes("--kv-memory", self.options.kv_memory)
+            room = self.facts.free_bytes - self._weight_bytes(dtype)
+            if given > room:
+                raise ConfigError(
+                    "--kv-memory",
+                    self.options.kv_memory,
+                    f"{self.facts.name} has {max(0, room) / 2**30:.1f}GiB free beside the weights; give less",
+                )
             num_blocks = given // per_block
             why = f"{self.sourced.why('kv_memory')}; {num_blocks} blocks"
         else:
@@ -190,7 +197,12 @@ class _Resolver:
         return num_blocks + 1
 
     def _weight_bytes(self, dtype: str) -> int:
-        return self.spec.num_parameters * _ITEM_BYTES[dtype]
+        """Memory that the weights will take, at most."""
+        dense = self.spec.num_parameters * _ITEM_BYTES[dtype]
+        if self.options.precision != "auto" or not self.spec.stored_bytes:
+            return dense
+        # A quantised matrix may be kept in a second form for many rows; neither is as large as a dense one.
+        return min(dense, 3 * self.spec.stored_bytes)
 
     def _fit_context(self, wanted: int, num_blocks: int) -> int:
         """The longest context that one request may have, once the blocks are counted."""

@@ -45,9 +45,12 @@ class Engine:
             return [(client, _refusal(submit.request_id, error))]
         return []
 
-    def abort(self, client: bytes, request_ids: list[str]) -> list[Addressed]:
+    def abort(
+        self, client: bytes, request_ids: list[str], reason: FinishReason = FinishReason.ABORT
+    ) -> list[Addressed]:
         """End these requests, if they still run."""
-        ended = [self.scheduler.abort(self._numbers.get((client, name), -1)) for name in request_ids]
+        numbers = [self._numbers[client, name] for name in request_ids if (client, name) in self._numbers]
+        ended = [self.scheduler.abort(number, reason) for number in numbers]
         return self._forget_finished([event for event in ended if event is not None])
 
     def drop_client(self, client: bytes) -> None:

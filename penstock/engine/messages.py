@@ -23,9 +23,10 @@ class Submit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """Stop these requests; each still ends with an event (`FinishReason.ABORT`) unless it had ended."""
+    """Stop these requests; each still ends with an event, unless it had ended."""
 
     request_ids: list[str]
+    reason: FinishReason = FinishReason.ABORT  # STOP where the client found a stop string in the text
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):

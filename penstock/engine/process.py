@@ -92,8 +92,8 @@ class EngineProcess:
         match message:
             case Submit():
                 self._send(self._engine.submit(message, client))
-            case Abort(request_ids):
-                self._send(self._engine.abort(client, request_ids))
+            case Abort(request_ids, reason):
+                self._send(self._engine.abort(client, request_ids, reason))
             case Hello():
                 self._clients.add(client)
                 self._socket.send_multipart([client, encode(self._info())])

@@ -1,7 +1,10 @@
-"""Choosing tokens from logits: one uniform number per draw, no full sort.
+"""Choosing tokens from logits, without a full sort.
 
 A draw depends on its row's logits, parameters, seed and position alone, so it is the same whatever else is in the
-batch, however the prompt was chunked and wherever the request resumed. Never hears of a request.
+batch, however the prompt was chunked and wherever the request resumed. Each token's noise is its own, a hash of seed,
+position and token, and the highest sum of score and noise wins: logits that differ in their last bits give the same
+token, unless two sums are that close. (Looking up one number in the running sum of probabilities would not: there the
+last bits of every probability move all the bounds behind it.) Never hears of a request.
 """
 
 import torch
@@ -9,6 +12,9 @@ from torch import Tensor
 
 # Candidates that top-p looks at before it falls back to sorting the whole vocabulary.
 _TOP_CANDIDATES = 1024
+
+# The least and the largest noise that 24 bits give are this far apart.
+_NOISE_RANGE = 20.5
 
 _MASK = (1 << 64) - 1
 
@@ -35,10 +41,14 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
+def _keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return what decides each draw. seeds, positions: [n] int64 -> [n] int64."""
+    return _mix(_mix(seeds + _INCREMENT) + positions * _INCREMENT)
+
+
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """Return one number in [0, 1) for each (seed, position). seeds, positions: [n] int64 -> [n] float32."""
-    mixed = _mix(_mix(seeds + _INCREMENT) + positions * _INCREMENT)
-    return _shift_right(mixed, 40).to(torch.float32) * 2.0**-24
+    return _shift_right(_keys(seeds, positions), 40).to(torch.float32) * 2.0**-24
 
 
 def best(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,16 +57,29 @@ def best(logits: Tensor) -> tuple[Tensor, Tensor]:
     return found.values, found.indices
 
 
-def draw(logits: Tensor, temperatures: Tensor, numbers: Tensor) -> Tensor:
-    """Draw from each row's whole distribution. logits: [n, vocab]; temperatures, numbers: [n] -> [n] int64."""
-    probabilities = torch.softmax(logits / temperatures[:, None], dim=-1)
-    return _invert(probabilities, numbers)
+def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Draw from each row's whole distribution. logits: [n, vocab]; the rest: [n] -> [n] int64."""
+    scores = logits / temperatures[:, None]
+    # No noise closes a wider gap, so the rest of the vocabulary needs none.
+    reachable = ~(scores < scores.amax(dim=-1, keepdim=True) - _NOISE_RANGE)
+    keys = _keys(seeds, positions)
+    winners = []
+    for row in range(len(scores)):
+        tokens = reachable[row].nonzero()[:, 0]
+        winners.append(_winner(scores[row, tokens], tokens, keys[row]))
+    return torch.stack(winners)
 
 
 def draw_filtered(
-    logits: Tensor, temperatures: Tensor, numbers: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
 ) -> Tensor:
-    """Draw after top-k, then min-p, then top-p. top_k: [n] int64, 0 for no limit; others: [n] float32."""
+    """Draw after top-k, then min-p, then top-p. top_k: [n] int64, 0 for no limit; top_p, min_p: [n] float32."""
     vocab_size = logits.shape[-1]
     probabilities = torch.softmax(logits / temperatures[:, None], dim=-1)
     limit = min(vocab_size, _TOP_CANDIDATES)
@@ -69,8 +92,12 @@ def draw_filtered(
     # Unfiltered so far, the whole distribution's mass is one, though the candidates may hold less.
     mass = torch.where((top_k == 0) & (min_p == 0.0), 1.0, kept.sum(dim=-1))
     before = kept.cumsum(dim=-1) - kept
-    kept = torch.where(before < (top_p * mass)[:, None], kept, 0.0)
-    return tokens.gather(1, _invert(kept, numbers)[:, None])[:, 0]
+    stays = (before < (top_p * mass)[:, None]) & (kept > 0.0)
+    stays[:, 0] = True
+    keys = _keys(seeds, positions)
+    return torch.stack(
+        [_winner(kept[row, stays[row]].log(), tokens[row, stays[row]], keys[row]) for row in range(len(kept))]
+    )
 
 
 def _needs_more(ranked: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -81,14 +108,11 @@ def _needs_more(ranked: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> 
     return ~(by_rank | by_share | by_mass)
 
 
-def _invert(weights: Tensor, numbers: Tensor) -> Tensor:
-    """Return, for each row, the first index whose running sum exceeds number x total."""
-    sums = weights.cumsum(dim=-1)
-    targets = numbers * sums[:, -1]
-    found = torch.searchsorted(sums, targets[:, None], right=True)[:, 0]
-    # A target that rounds up to the total would fall off the end: take the last index that has weight.
-    last = (sums < sums[:, -1:]).sum(dim=-1)
-    return torch.minimum(found, last)
+def _winner(scores: Tensor, tokens: Tensor, key: Tensor) -> Tensor:
+    """Return the token whose score and noise are highest. scores, tokens: [candidates]; key: [] int64."""
+    bits = _shift_right(_mix(key + tokens * _INCREMENT), 40).to(torch.float32)
+    noise = -torch.log(-torch.log((bits + 0.5) * 2.0**-24))  # Gumbel's distribution
+    return tokens[(scores + noise).argmax()]
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

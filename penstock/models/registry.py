@@ -44,8 +44,11 @@ _MAX_JSON_BYTES = 16 * 1024 * 1024
 def spec_for(files: ModelFiles) -> ModelSpec:
     """Read a model's spec from its files. Raises ModelError naming file, key and value."""
     if files.kind == "gguf":
-        return gguf_spec(GgufFile.open(files.path))
-    return config_spec(files.config or files.path / "config.json")
+        return replace(gguf_spec(GgufFile.open(files.path)), stored_bytes=files.path.stat().st_size)
+    spec = config_spec(files.config or files.path / "config.json")
+    if files.load_format == "dummy":
+        return spec
+    return replace(spec, stored_bytes=sum(file.stat().st_size for file in files.path.glob("*.safetensors")))
 
 
 def config_spec(config: Path) -> ModelSpec:

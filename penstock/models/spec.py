@@ -82,6 +82,7 @@ class ModelSpec:
     dtype: str = "bfloat16"  # what the weights were saved in
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    stored_bytes: int = 0  # of the weights in their files; 0: not known
 
     @property
     def num_layers(self) -> int:

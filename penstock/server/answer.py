@@ -61,16 +61,16 @@ class Choice:
             if piece.finish is not None:
                 self.finish = piece.finish
                 if event.finish is None:
-                    self.abort()  # a stop string: the engine need not go on behind it
+                    self.abort(FinishReason.STOP)  # a stop string: the engine need not go on behind it
             if not piece.is_empty:
                 return piece
         raise EngineFailed("the engine stopped answering before the request was done; try again")
 
-    def abort(self) -> None:
+    def abort(self, reason: FinishReason = FinishReason.ABORT) -> None:
         """Tell the engine to stop, unless it has been told or has ended."""
         if not self._ended:
             self._ended = True
-            self._stream.abort()
+            self._stream.abort(reason)
 
 
 class Answer:

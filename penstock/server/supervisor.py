@@ -73,7 +73,9 @@ class Supervisor:
 
     @property
     def url(self) -> str:
+        """Where a client on this machine finds the server."""
         host, port = self._listener.getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def run(self) -> int:
@@ -111,6 +113,8 @@ class Supervisor:
         """The first signal drains, the second ends everything at once."""
         if not self._draining.is_set():
             log_event(log, "draining: open requests may finish", seconds=self.config.drain_seconds)
+            # Whoever connects now must be refused at once, not left to wait for nobody.
+            self._listener.close()
             self._draining.set()
         else:
             self._stopping.set()
@@ -128,9 +132,13 @@ class Supervisor:
             if self._refused is not None:
                 raise StartFailed(self._refused)
             failed_starts = 0 if was_ready else failed_starts + 1
+            if self._client is not None and self._client.info is None:
+                raise StartFailed("the engine died while it started for the first time; see the log above")
             if failed_starts >= _MAX_FAILED_STARTS:
                 raise StartFailed(f"the engine died {failed_starts} times while it started; see the log above")
-            log_event(log, "the engine ended and is started again", level=logging.ERROR, failed_starts=failed_starts)
+            assert self._engine is not None
+            status = self._engine.returncode
+            log_event(log, "the engine ended and is started again", level=logging.ERROR, status=status)
             await asyncio.sleep(_RESTART_SECONDS[min(failed_starts, len(_RESTART_SECONDS) - 1)])
 
     async def _run_engine(self) -> bool:

@@ -19,6 +19,7 @@ from penstock.request import SamplingParams
 from tests.transformers_reference import load_reference
 
 NUM_TOKENS = 64
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
 # Where the two best logits are closer than this, either token is right.
 TIE = 0.01
 
@@ -60,9 +61,8 @@ def exact(default_model_path):
     return loaded
 
 
-def run(loaded, prompts, *, engine=None, **changes):
+def run(loaded, prompts, *, engine=None, params=GREEDY, **changes):
     engine = engine or assemble(dataclasses.replace(loaded.config, **changes), loaded.spec, loaded.model)
-    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
     tokens = [[] for _ in prompts]
     for index, prompt in enumerate(prompts):
         engine.submit(Submit(request_id=str(index), prompt=prompt, params=params, arrival=time.monotonic()))
@@ -110,3 +110,13 @@ def test_a_prefix_hit_changes_no_token(exact):
     assert engine.metrics.prefix_hit_tokens > 0
     assert again == first
     assert run(exact, prompts, prefix_cache=False) == first
+
+
+def test_a_seed_gives_the_same_sample_alone_in_a_batch_and_on_a_prefix_hit(exact):
+    params = SamplingParams(max_tokens=24, temperature=1.0, seed=7)
+    prompts = [exact.prompts[30] + exact.prompts[index] for index in (1, 11, 21, 31)]
+    alone = [run(exact, [prompt], params=params)[0] for prompt in prompts]
+    engine = assemble(exact.config, exact.spec, exact.model)
+    assert run(exact, prompts, engine=engine, params=params) == alone
+    assert run(exact, prompts, engine=engine, params=params) == alone
+    assert engine.metrics.prefix_hit_tokens > 0

@@ -52,7 +52,7 @@ class FakeStream:
             return step
         raise StopAsyncIteration
 
-    def abort(self) -> None:
+    def abort(self, reason: FinishReason = FinishReason.ABORT) -> None:
         if not self._ended:
             self._aborted.set()
             self.on_abort(self.request.request_id)

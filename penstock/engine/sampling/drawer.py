@@ -57,20 +57,21 @@ class CpuDrawer(Drawer):
         if len(random):
             index = torch.from_numpy(random)
             picked = logits if len(random) == len(logits) else logits[index]
-            temperatures, numbers = _numbers(draws, random)
-            tokens[index] = sampling.draw(picked, temperatures, numbers)
+            tokens[index] = sampling.draw(picked, *_tensors(draws, random))
         return tokens, best
 
     def draw_filtered(self, logits: Tensor, draws: Draws, filters: Filters) -> tuple[Tensor, Tensor]:
         best, _ = sampling.best(logits)
-        temperatures, numbers = _numbers(draws, np.arange(len(logits)))
-        tokens = sampling.draw_filtered(logits, temperatures, numbers, filters.top_k, filters.top_p, filters.min_p)
-        return tokens, best
+        settings = _tensors(draws, np.arange(len(logits)))
+        return sampling.draw_filtered(logits, *settings, filters.top_k, filters.top_p, filters.min_p), best
 
 
-def _numbers(draws: Draws, chosen: np.ndarray) -> tuple[Tensor, Tensor]:
-    numbers = sampling.uniform(torch.from_numpy(draws.seeds[chosen]), torch.from_numpy(draws.positions[chosen]))
-    return torch.from_numpy(draws.temperatures[chosen]), numbers
+def _tensors(draws: Draws, chosen: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+    """Temperatures, seeds and positions of the chosen draws."""
+    temperatures, seeds, positions = (
+        torch.from_numpy(values[chosen]) for values in (draws.temperatures, draws.seeds, draws.positions)
+    )
+    return temperatures, seeds, positions
 
 
 class CudaDrawer(Drawer):

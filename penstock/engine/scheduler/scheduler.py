@@ -119,12 +119,12 @@ class Scheduler:
         self.metrics.prompt_tokens += num_prompt
         return request
 
-    def abort(self, number: int) -> Addressed | None:
+    def abort(self, number: int, reason: FinishReason = FinishReason.ABORT) -> Addressed | None:
         """End a request now; its blocks are free for the next plan. None if it had ended."""
         request = self.requests.get(number)
         if request is None:
             return None
-        return self._finish(request, TokenEvent(request_id=request.request_id), FinishReason.ABORT)
+        return self._finish(request, TokenEvent(request_id=request.request_id), reason)
 
     def fail(self, plan_number: int) -> list[Addressed]:
         """End every request of a launched step that could not be run, and trust nothing it touched."""

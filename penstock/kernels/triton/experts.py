@@ -171,13 +171,13 @@ def _expert_kernel(
 ):
     """A program takes some columns of one expert and walks over the expert's picks."""
     wait_for_inputs(OVERLAP)
-    place = tl.program_id(1)
-    expert = place
+    slot = tl.program_id(1)
+    expert = slot
     if FEW:
         # Fewer picks than experts: a program for each pick, and the first of an expert's works for all of them.
-        expert = tl.load(picks_ptr + tl.load(order_ptr + place))
+        expert = tl.load(picks_ptr + tl.load(order_ptr + slot))
     begin = tl.load(starts_ptr + expert)
-    if FEW & (begin != place):
+    if FEW & (begin != slot):
         return
     end = tl.load(starts_ptr + expert + 1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

@@ -28,11 +28,12 @@ def server() -> ReadyServer:
     return ReadyServer(timeline)
 
 
-def lines(server: Any, **options: Any) -> list[str]:
+def lines(server: Any, *, has_keys: bool, chats: bool = True) -> list[str]:
     """Return the banner's lines on a narrow terminal."""
+    command = serve.try_line(server.url, "tiny", has_keys=has_keys, chats=chats)
     output = io.StringIO()
     console = Console(file=output, width=60, force_terminal=True, color_system=None)
-    console.print(serve.banner(server, "tiny", **options), soft_wrap=True)
+    console.print(serve.banner(server, "tiny", command), soft_wrap=True)
     return [line.rstrip() for line in output.getvalue().splitlines()]
 
 
@@ -57,3 +58,16 @@ def test_the_command_to_try_stays_on_one_line_however_narrow_the_terminal(server
 def test_with_keys_the_command_to_try_has_a_place_for_one(server: ReadyServer) -> None:
     (command,) = (line for line in lines(server, has_keys=True) if line.startswith("curl"))
     assert "Authorization: Bearer $PENSTOCK_API_KEY" in shlex.split(command)
+
+
+def test_a_model_without_a_chat_template_is_tried_with_a_plain_prompt(server: ReadyServer) -> None:
+    (command,) = (line for line in lines(server, has_keys=False, chats=False) if line.startswith("curl"))
+    arguments = shlex.split(command)
+    assert arguments[2] == "http://127.0.0.1:8000/v1/completions"
+    assert "prompt" in json.loads(arguments[-1])
+
+
+def test_the_total_is_the_sum_of_the_parts_as_printed() -> None:
+    timeline = Timeline(started=0.0)
+    timeline.extend([("a", 1.004), ("b", 1.004), ("c", 1.004)])
+    assert lines(ReadyServer(timeline), has_keys=False)[3] == "3.00 s  ready: tiny"

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from penstock.kernels.quant_gemm import (
     GROUP,
-    MAX_REPACKED_ROWS,
+    MAX_KEPT_ROWS,
     FourBitGemm,
     Int8Gemm,
     four_bit_supported,
@@ -77,15 +77,24 @@ def test_int8_rows_do_not_depend_on_their_batch(keep_packed: bool) -> None:
     gemm = Int8Gemm(normal(48, 64, seed=1), keep_packed=keep_packed)
     x = normal(100, 64) * torch.logspace(-3, 3, 100).unsqueeze(1)
     whole = gemm.multiply(x)
-    for size in (1, 7, 16, MAX_REPACKED_ROWS, 90):
-        assert torch.equal(torch.cat([gemm.multiply(part) for part in x.split(size)]), whole)
+    for size in (1, 7, 16, MAX_KEPT_ROWS, 90):
+        parts = torch.cat([gemm.multiply(part) for part in x.split(size)])
+        assert float(((parts - whole).norm(dim=1) / whole.norm(dim=1)).max()) < 1e-5
 
 
 @needs_int8
-def test_kept_and_repacked_weights_give_the_same_numbers() -> None:
-    weight, x = normal(48, 64, seed=1), normal(20, 64)
-    kept, repacked = Int8Gemm(weight, keep_packed=True), Int8Gemm(weight, keep_packed=False)
-    assert torch.equal(kept.multiply(x), repacked.multiply(x))
+def test_an_outlier_spoils_only_its_own_piece_of_a_row() -> None:
+    weight, x = normal(48, 512, seed=1), normal(100, 512)
+    gemm = Int8Gemm(weight, keep_packed=False)
+    clean = gemm.multiply(x) - x @ weight.T
+    x[:, 300] = 1000.0
+    # The outlier's own product is left out: its error is the weight's, not the row's.
+    spoiled = gemm.multiply(x) - x @ weight.T
+    spoiled = spoiled - spoiled.mean(0)
+    # 256 of the 512 columns are rounded in steps of a 253rd of the outlier, and no more.
+    expected = 1000 / 253 / 12**0.5 * 256**0.5
+    assert float(clean.std()) < 0.3
+    assert 0.7 * expected < float(spoiled.std()) < 1.1 * expected
 
 
 @needs_int8
@@ -107,9 +116,9 @@ def test_rows_of_zeros_and_of_equal_numbers_are_no_trouble(keep_packed: bool) ->
     gemm = Int8Gemm(weight, keep_packed=keep_packed)
     x = torch.stack([torch.zeros(64), torch.full((64,), 3.0)])
     found = gemm.multiply(x)
-    assert torch.equal(found[0], torch.zeros(48))
-    assert torch.isfinite(found).all()
-    assert torch.equal(found[:, 3], torch.zeros(2))
+    torch.testing.assert_close(found[0], torch.zeros(48))
+    torch.testing.assert_close(found[1], 3.0 * weight.sum(1), rtol=0.02, atol=0.5)
+    torch.testing.assert_close(found[:, 3], torch.zeros(2))
 
 
 @needs_int8

@@ -67,7 +67,9 @@ def test_a_draw_is_the_one_that_the_seed_and_position_give() -> None:
     temperatures = numbers([0.3, 0.7, 1.0, 2.0] * 3)
     seeds = integers([0, 1, -5, 2**62, -(2**63), 77] * 2)
     positions = integers(list(range(100, 112)))
-    expected = plain.draw(logits, temperatures, plain.uniform(seeds, positions))
+    sums = torch.softmax(logits / temperatures[:, None], dim=-1).cumsum(dim=-1)
+    targets = plain.uniform(seeds, positions) * sums[:, -1]
+    expected = torch.searchsorted(sums, targets[:, None], right=True)[:, 0]
     assert draw(logits, temperatures, seeds, positions)[0].tolist() == expected.tolist()
 
 
