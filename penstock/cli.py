@@ -36,6 +36,21 @@ MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens to answe
 Temperature = Annotated[float | None, typer.Option(min=0.0, max=2.0, help="0 is greedy; more is more varied")]
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"penstock {penstock.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def penstock_command(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Take the options that stand before any command."""
+
+
 @app.command(epilog=EPILOG)
 @takes_options()
 def serve(sourced: Sourced) -> int:
@@ -74,8 +89,11 @@ def chat(
         str | None, typer.Option(help="Model to talk to (default: the first served)", show_default=False)
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message", show_default=False)] = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most tokens of an answer (default: 512, or half of a smaller context)"),
+    ] = None,
+    temperature: Temperature = 0.7,
 ) -> None:
     """Chat with a server in the terminal; piped lines are turns too."""
     from penstock.commands import chat
@@ -120,7 +138,7 @@ def doctor(sourced: Sourced, json: Json = False) -> int:
 @app.command()
 def version() -> None:
     """Print the version."""
-    typer.echo(f"penstock {penstock.__version__}")
+    _show_version(True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

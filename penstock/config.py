@@ -181,10 +181,10 @@ def _to_bool(shown: str, value: Any) -> bool:
 def _to_number(shown: str, value: Any, kind: type, limits: Mapping[str, Any]) -> int | float:
     try:
         number = kind(value)
-        if math.isnan(number) or isinstance(value, bool) or (kind is int and isinstance(value, float)):
+        if not math.isfinite(number) or isinstance(value, bool) or (kind is int and isinstance(value, float)):
             raise ValueError
     except (ValueError, TypeError, OverflowError):
-        right = "a whole number" if kind is int else "a number"
+        right = "a whole number" if kind is int else "a finite number"
         raise ConfigError(shown, value, f"give {right}") from None
     low, high = limits.get("low"), limits.get("high")
     if (low is not None and number < low) or (high is not None and number > high):

@@ -26,6 +26,7 @@
 `code` is stable and part of the API; texts are not. HTTP statuses belong to `protocol.errors`.
 """
 
+import json
 from typing import ClassVar
 
 
@@ -72,10 +73,16 @@ class InvalidParameter(RequestError):
     code = "invalid_parameter"
 
     def __init__(self, param: str, value: object, right: str) -> None:
-        shown = repr(value)
+        shown = _as_json(value)
         if len(shown) > 80:
             shown = shown[:77] + "..."
         super().__init__(f"{param}: {shown} is not usable; {right}", param=param)
+
+
+def _as_json(value: object) -> str:
+    """Show a value as the caller wrote it. Half of a surrogate pair, which no response can carry, is shown escaped."""
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class UnsupportedParameter(RequestError):
@@ -95,9 +102,17 @@ class UnknownModel(RequestError):
 class ContextTooLong(RequestError):
     code = "context_length_exceeded"
 
-    def __init__(self, num_tokens: int, max_tokens: int, *, what: str = "the prompt", param: str = "messages") -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        max_tokens: int,
+        *,
+        what: str = "the prompt",
+        param: str = "messages",
+        at_least: bool = False,
+    ) -> None:
         super().__init__(
-            f"{what} has {num_tokens} tokens, but the longest context here is {max_tokens} tokens, "
+            f"{what} has {'at least ' if at_least else ''}{num_tokens} tokens, but the longest context here is {max_tokens} tokens, "
             "and at least one token must be left for the answer",
             param=param,
         )

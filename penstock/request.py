@@ -11,6 +11,7 @@ import msgspec
 from penstock.errors import InvalidParameter
 
 MAX_LOGPROBS = 20
+MAX_COUNT = 2**31 - 1  # of tokens, where nothing else sets a limit
 
 
 class FinishReason(enum.StrEnum):
@@ -61,16 +62,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_range("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
-        if self.max_tokens is not None and not 1 <= self.max_tokens < 2**31:
-            raise InvalidParameter("max_tokens", self.max_tokens, "give an integer of at least 1")
-        if not 0 <= self.min_tokens < 2**31:
-            raise InvalidParameter("min_tokens", self.min_tokens, "give an integer of at least 0")
+        if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_COUNT:
+            raise InvalidParameter("max_tokens", self.max_tokens, f"give an integer from 1 to {MAX_COUNT}")
+        if not 0 <= self.min_tokens <= MAX_COUNT:
+            raise InvalidParameter("min_tokens", self.min_tokens, f"give an integer from 0 to {MAX_COUNT}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter("min_tokens", self.min_tokens, f"give at most max_tokens ({self.max_tokens})")
-        if not 0 <= self.top_k < 2**31:
-            raise InvalidParameter("top_k", self.top_k, "give an integer of at least 0 (0: no limit)")
+        if not 0 <= self.top_k <= MAX_COUNT:
+            raise InvalidParameter("top_k", self.top_k, f"give an integer from 0 (no limit) to {MAX_COUNT}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise InvalidParameter("seed", self.seed, "give a 64-bit integer")
+            raise InvalidParameter("seed", self.seed, f"give an integer from {-(2**63)} to {2**63 - 1}")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise InvalidParameter("top_logprobs", self.logprobs, f"give an integer from 0 to {MAX_LOGPROBS}")
         for token_id, bias in self.logit_bias.items():

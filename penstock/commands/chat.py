@@ -28,6 +28,9 @@ HELP = """\
 /quit            leave (so does Ctrl-D)
 A line that ends in a backslash goes on in the next. Ctrl-C stops an answer."""
 
+# Of an answer, where nobody said: a small model that does not end by itself only repeats itself from here on.
+MAX_TOKENS = 512
+
 # A model's text must not steer the terminal: no escape sequences, no bells.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -172,7 +175,8 @@ def run(
     client = ChatClient(url, api_key)
     with asyncio.Runner() as runner:
         try:
-            served = model or _first_model(runner.run(client.models()), client.url)
+            served, context = (model, None) if model else _first_model(runner.run(client.models()), client.url)
+            sampling = {"max_tokens": _answer_tokens(context), **sampling}
             chat = Chat(
                 client, runner, console, model=served, system=system, sampling=sampling, interactive=interactive
             )
@@ -184,10 +188,15 @@ def run(
     return 0
 
 
-def _first_model(names: list[str], url: str) -> str:
-    if not names:
+def _first_model(models: Mapping[str, int | None], url: str) -> tuple[str, int | None]:
+    if not models:
         raise RemoteError(f"{url} serves no model; name one with --model")
-    return names[0]
+    return next(iter(models.items()))
+
+
+def _answer_tokens(context: int | None) -> int:
+    """Return the default limit of an answer: a small context keeps half for the conversation."""
+    return MAX_TOKENS if context is None else max(1, min(MAX_TOKENS, context // 2))
 
 
 def _typed_lines(console: Console) -> Iterator[str]:

@@ -101,15 +101,19 @@ class ChatClient:
         if self._session is not None:
             await self._session.close()
 
-    async def models(self) -> list[str]:
-        """Return the names of the models served."""
+    async def models(self) -> dict[str, int | None]:
+        """Return the names of the models served, and their context lengths where the server tells."""
         body = bytearray()
         async for chunk in self._chunks("GET", "/v1/models", None):
             body += chunk
         listed = _parse(bytes(body)).get("data")
         if not isinstance(listed, list):
             raise RemoteError(f"{self.url} does not list its models as OpenAI's API does; check the URL")
-        return [str(item["id"]) for item in listed if isinstance(item, dict) and "id" in item]
+        return {
+            str(item["id"]): length if isinstance(length := item.get("max_context_tokens"), int) else None
+            for item in listed
+            if isinstance(item, dict) and "id" in item
+        }
 
     async def stream(
         self, messages: list[Message], model: str, answer: Answer, sampling: Mapping[str, float | int]

@@ -22,11 +22,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from penstock import machine
+from penstock.commands.tables import print_table
 from penstock.config import Options
 
 OLDEST_PYTHON = (3, 11)
@@ -270,5 +270,5 @@ def run(options: Options, *, as_json: bool) -> int:
             if finding.status is not Status.OK:
                 found.append(f"\n→ {finding.advice}", style=STYLES[finding.status])
             table.add_row(Text(finding.status, style=STYLES[finding.status]), finding.check, found)
-        Console().print(table)
+        print_table(table)
     return exit_status(findings)

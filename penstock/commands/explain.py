@@ -2,18 +2,22 @@
 
 import dataclasses
 import json
+from types import MappingProxyType
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from penstock.commands.models import fetch
+from penstock.commands.tables import print_table
 from penstock.config import Options, Setting, Sourced
 from penstock.engine import config as engine_config
 from penstock.engine.runner.device import probe
 from penstock.models import store
 from penstock.models.registry import spec_for
 from penstock.server import config as server_config
+
+# As they are written on the command line and in a file.
+_WORDS = MappingProxyType({"True": "true", "False": "false", "None": "none"})
 
 
 def settle(sourced: Sourced) -> list[Setting]:
@@ -22,7 +26,10 @@ def settle(sourced: Sourced) -> list[Setting]:
     spec = spec_for(fetch(options))
     _, engine_settings = engine_config.resolve(sourced, spec, probe(options.device, spec))
     _, server_settings = server_config.resolve(sourced)
-    settled = {setting.option: setting for setting in engine_settings + server_settings}
+    settled = {
+        setting.option: Setting(setting.option, _WORDS.get(setting.value, setting.value), setting.why)
+        for setting in engine_settings + server_settings
+    }
     # What no component has to choose is as it was given.
     given = {
         item.name: Setting(item.name, _show(getattr(options, item.name)), sourced.why(item.name))
@@ -49,11 +56,9 @@ def run(sourced: Sourced, *, as_json: bool) -> int:
             table.add_row()
         previous = group
         table.add_row(Text(setting.option), Text(setting.value, style="bold"), Text(setting.why, style="dim"))
-    Console().print(table)
+    print_table(table)
     return 0
 
 
 def _show(value: object) -> str:
-    if value is None:
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return _WORDS.get(str(value), str(value))

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.commands.progress import fetch_bar
+from penstock.commands.tables import print_table
 from penstock.config import Options
 from penstock.models import store
 
@@ -20,8 +21,13 @@ class ListedModel:
 
 
 def pull(options: Options) -> int:
-    with fetch_bar() as report:
-        files = store.pull(options.model, cache_dir=options.cache_dir, revision=options.revision, progress=report)
+    try:
+        with fetch_bar() as report:
+            files = store.pull(options.model, cache_dir=options.cache_dir, revision=options.revision, progress=report)
+    except KeyboardInterrupt:
+        note = "stopped; what came so far is kept, and the same command goes on from there"
+        Console(stderr=True).print(Text(note), soft_wrap=True)
+        raise
     Console().print(Text(f"{files.name} is at {files.path}"), soft_wrap=True)
     return 0
 
@@ -60,5 +66,5 @@ def show(options: Options, *, as_json: bool) -> int:
     for item in listed:
         where = item.path or f"not fetched: penstock pull {item.name}"
         table.add_row(Text(item.name), f"{item.num_bytes / 1e6:.0f} MB", Text(where))
-    Console().print(table)
+    print_table(table)
     return 0

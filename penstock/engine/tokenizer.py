@@ -23,6 +23,8 @@ from penstock.models.registry import read_json
 from penstock.models.store import ModelFiles
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_LONG_TEXT_CHARACTERS = 4096  # from here on the batch call, which keeps no offsets, is the faster one
+_NFC_SHRINKS_BY = 3  # at most: three Hangul letters of three bytes become one syllable of three
 
 
 class Tokenizer:
@@ -79,6 +81,8 @@ class Tokenizer:
 
         `add_special` adds the tokens that the model wants around a text; a rendered chat template has its own.
         """
+        if len(text) > _LONG_TEXT_CHARACTERS:
+            return self.encode_batch([text], add_special=add_special)[0]
         _require_whole_characters(text)
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
         return ids
@@ -88,6 +92,13 @@ class Tokenizer:
             _require_whole_characters(text)
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special)
         return [encoding.ids for encoding in encodings]
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a number of tokens that the text has at the least, without tokenising it."""
+        if self._pieces.longest_bytes is None:
+            return 0
+        num_bytes = len(_require_whole_characters(text).translate(None, self._pieces.dropped_bytes))
+        return -(-num_bytes // self._pieces.longest_bytes)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Return the text of ids. Bytes that are no UTF-8 become U+FFFD; ids that do not exist are nothing."""
@@ -207,7 +218,7 @@ class _Pieces:
     """The bytes of each token, which depend on how the tokenizer writes bytes as characters."""
 
     def __init__(self, backend: tokenizers.Tokenizer, file: Path) -> None:
-        kinds = {step["type"]: step for step in _decoder_steps(backend)}
+        kinds = {step["type"]: step for step in _steps(backend.decoder)}
         self._byte_level = "ByteLevel" in kinds
         if not self._byte_level and not kinds.keys() & {"Replace", "Metaspace"}:
             raise ModelError(
@@ -223,8 +234,30 @@ class _Pieces:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        # Byte-level vocabularies may lack rare bytes, which then become no token at all.
+        self.dropped_bytes = bytes(byte for character, byte in _BYTE_OF.items() if character not in vocabulary)
+        # The most bytes of a text that one token can stand for; None where a token may swallow any number.
+        self.longest_bytes = self._longest_bytes(backend, vocabulary) if self._keeps_every_byte(backend) else None
         self._backend = backend
         self._known: dict[int, bytes] = {}
+
+    def _longest_bytes(self, backend: tokenizers.Tokenizer, vocabulary: Iterable[str]) -> int:
+        # A byte-level token has one character for each byte, except those that are looked for in the text as they are.
+        measure = len if self._byte_level else _num_bytes
+        longest = max([*map(measure, vocabulary), *map(_num_bytes, self._added.values())], default=1)
+        return longest * (_NFC_SHRINKS_BY if "NFC" in _kinds(backend.normalizer) else 1)
+
+    def _keeps_every_byte(self, backend: tokenizers.Tokenizer) -> bool:
+        """Whether all of a text ends up in tokens, but for `dropped_bytes`."""
+        splits = _steps(backend.pre_tokenizer)
+        return (
+            isinstance(backend.model, models.BPE)
+            and (self._byte_level or self._byte_fallback)
+            and not any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+            and _kinds(backend.normalizer) <= {"NFC", "Prepend", "Replace"}
+            and _kinds(backend.pre_tokenizer) <= {"ByteLevel", "Digits", "Metaspace", "Split"}
+            and not any(step.get("behavior") == "Removed" for step in splits)
+        )
 
     def to_bytes(self, token_id: int) -> bytes:
         data = self._known.get(token_id)
@@ -244,12 +277,24 @@ class _Pieces:
         return str(token).replace(SPACE_MARK, " ").encode()
 
 
-def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    if backend.decoder is None:
-        return []
-    state: dict[str, Any] = json.loads(backend.decoder.__getstate__())
-    steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
-    return steps
+def _steps(component: Any) -> list[dict[str, Any]]:
+    """Return what a decoder, normalizer or pre-tokenizer is made of, one after the other."""
+    return [] if component is None else _flatten(json.loads(component.__getstate__()))
+
+
+def _flatten(state: dict[str, Any]) -> list[dict[str, Any]]:
+    if state["type"] != "Sequence":
+        return [state]
+    (steps,) = (value for value in state.values() if isinstance(value, list))
+    return [step for part in steps for step in _flatten(part)]
+
+
+def _kinds(component: Any) -> set[str]:
+    return {step["type"] for step in _steps(component)}
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode())
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -269,10 +314,10 @@ def _byte_level_bytes(token: str) -> bytes:
         return token.encode()  # a token that was written as it reads
 
 
-def _require_whole_characters(text: str) -> None:
-    """JSON may hold half of a surrogate pair, which is no text in any encoding."""
+def _require_whole_characters(text: str) -> bytes:
+    """Return the text's bytes. JSON may hold half of a surrogate pair, which is no text in any encoding."""
     try:
-        text.encode()
+        return text.encode()
     except UnicodeEncodeError as error:
         raise InvalidParameter(
             "prompt", text[error.start : error.end], "send whole Unicode characters, not half of a surrogate pair"

@@ -92,20 +92,17 @@ class Int8Gemm:
     def multiply(self, x: Tensor) -> Tensor:
         """x: float32 [rows, in], contiguous -> [rows, out]."""
         if self._kept is not None and x.shape[0] <= MAX_KEPT_ROWS:
-            return self._multiply_kept(self._kept, x)
-        pieces = x.view(x.shape[0], len(self._repacked), -1)
-        steps, lowest, levels = _rounded(pieces)  # [rows, pieces, 1] twice, [rows, pieces, columns]
-        signed = levels.sub_(_LEVELS).transpose(0, 1).to(torch.int8, memory_format=torch.contiguous_format)
-        y = self._repacked[0].multiply(signed[0]).mul_(steps[:, 0])
-        for number in range(1, len(self._repacked)):
-            y.addcmul_(self._repacked[number].multiply(signed[number]), steps[:, number])
-        origins = lowest.add_(_LEVELS).mul_(steps).squeeze(2)
-        return y.addmm_(origins, self._sums).mul_(self._scales)
-
-    def _multiply_kept(self, kept: "_KeptProduct", x: Tensor) -> Tensor:
-        steps, lowest, levels = _rounded(x)  # [rows, 1] twice, [rows, in]
-        y = kept.multiply(levels)
-        return y.addcmul_(lowest, self._sum).mul_(steps).mul_(self._scales)
+            steps, origins, levels = _rounded(x, lowest_level=0)
+            return self._kept.multiply(levels).addcmul_(origins, self._sum).mul_(steps).mul_(self._scales)
+        steps, origins, levels = _rounded(x.view(x.shape[0], len(self._repacked), -1), lowest_level=-_LEVELS)
+        pieces = levels.transpose(0, 1).to(torch.int8, memory_format=torch.contiguous_format)
+        y: Tensor | None = None
+        for number, product in enumerate(self._repacked):
+            part = product.multiply(pieces[number]).addcmul_(origins[:, number], self._sums[number])
+            part.mul_(steps[:, number])
+            y = part if y is None else y.add_(part)
+        assert y is not None
+        return y.mul_(self._scales)
 
     @property
     def num_bytes(self) -> int:
@@ -123,17 +120,17 @@ def _num_pieces(in_features: int) -> int:
     return next(count for count in counts if in_features % count == 0 and in_features // count <= _MAX_PIECE)
 
 
-def _rounded(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return step and lowest [..., 1] and levels [..., columns], with x close to step * (lowest + level).
+def _rounded(x: Tensor, *, lowest_level: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return step and origin [..., 1] and levels [..., columns], with x close to step * (origin + level).
 
-    Levels are whole numbers from 0 to 254. So is `lowest`, whatever its sign, which makes zero one of the values: most
-    activations are close to it, and a common error of them all would not average out.
+    Levels are whole numbers from `lowest_level` to 254 above it. So is an origin, whatever its sign, which makes zero
+    one of the values: most activations are close to it, and a common error of them all would not average out.
     """
-    lowest, highest = x.amin(-1, True), x.amax(-1, True)  # much faster than aminmax
-    steps = highest.sub_(lowest).div_(2 * _LEVELS - 1).clamp_min_(_TINY)
+    low, high = x.amin(-1, True), x.amax(-1, True)  # much faster than aminmax
+    steps = high.sub_(low).div_(2 * _LEVELS - 1).clamp_min_(_TINY)
     inverse = steps.reciprocal()
-    lowest = lowest.mul_(inverse).round_()
-    return steps, lowest, x.mul(inverse).round_().sub_(lowest)
+    origins = low.mul_(inverse).round_().sub_(lowest_level)
+    return steps, origins, x.mul(inverse).sub_(origins).round_()
 
 
 class _RepackedProduct:

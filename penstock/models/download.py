@@ -28,6 +28,9 @@ _MAX_FAILURES = 3  # in a row, without a new byte
 _CERTIFICATE_VARIABLES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
 
 
+_NO_FOLDER = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
+
+
 class DownloadInterrupted(Exception):
     """The network or the server failed; what came so far is kept, and another try goes on from there."""
 
@@ -87,7 +90,7 @@ def storing_in(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise ModelError(f"the disk of {folder} is full; free some space {elsewhere}") from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        if error.errno in _NO_FOLDER:
             raise ModelError(f"{folder} is no folder to write to ({error.strerror}); allow it {elsewhere}") from error
         raise
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.errors import NotAuthenticated, Overloaded, PenstockError, RequestError
+from penstock.errors import EngineUnavailable, NotAuthenticated, Overloaded, PenstockError, RequestError
 
 
 class ErrorKind(NamedTuple):
@@ -42,6 +42,8 @@ CATALOGUE: Mapping[str, ErrorKind] = MappingProxyType(
         "not_ready": ErrorKind(503, "server_error"),
     }
 )
+
+_RESTART_SECONDS = 5  # about what an engine takes to start; nobody knows better while it is down
 
 INTERNAL_MESSAGE = "the server made a mistake; it was logged under this response's x-request-id"
 
@@ -82,6 +84,8 @@ def _headers(error: BaseException) -> dict[str, str]:
     if isinstance(error, Overloaded):
         seconds = max(0.0, error.retry_after_seconds)
         return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(math.ceil(seconds * 1000))}
+    if isinstance(error, EngineUnavailable):
+        return {"retry-after": str(_RESTART_SECONDS)}
     if isinstance(error, NotAuthenticated):
         return {"www-authenticate": "Bearer"}
     return {}

@@ -24,6 +24,8 @@ class StreamOptions(WireModel):
 
 
 def _stop_list(value: Any) -> Any:
+    if value is not None and not isinstance(value, str | list):
+        raise ValueError("give a string or a list of strings")
     return [value] if isinstance(value, str) else value
 
 
@@ -50,7 +52,7 @@ class GenerationRequest(WireModel):
     top_p: float | None = Field(None, description="Sample from the likeliest tokens that hold this probability")
     top_k: int | None = Field(None, description="Sample from this many of the likeliest tokens; 0: no limit")
     min_p: float | None = Field(None, description="Leave out tokens under this part of the best one's probability")
-    seed: int | None = Field(None, description="The same seed gives the same sample, whatever else is running")
+    seed: int | None = Field(None, description="With precision exact the same seed gives the same sample")
     stop: StopList = None
     stop_token_ids: TokenList = None
     ignore_eos: bool | None = Field(None, description="Go on after the model's end-of-text token")
@@ -112,7 +114,7 @@ class GenerationRequest(WireModel):
         biases = {}
         for key, bias in (self.logit_bias or {}).items():
             if not (key.isascii() and key.isdigit() and len(key) <= 10):
-                raise InvalidParameter("logit_bias", key, "give token ids as keys, such as {'42': -100}")
+                raise InvalidParameter("logit_bias", key, 'give token ids as keys, such as {"42": -100}')
             biases[int(key)] = bias
         return biases
 

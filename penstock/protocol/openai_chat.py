@@ -14,21 +14,22 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from penstock.errors import InvalidParameter
 from penstock.protocol.generation import GenerationRequest, Usage
 from penstock.protocol.wire import WireModel, object_schema
-from penstock.request import MAX_LOGPROBS
+from penstock.request import MAX_COUNT, MAX_LOGPROBS
 
 # ---------------------------------------------------------------- request
 
 
 def _joined_text(content: Any) -> Any:
-    """Return the text of a list of text parts, one part a line; anything else as it is."""
-    if content is None:
-        raise ValueError("give a text")
-    if not isinstance(content, list):
+    """Return a text, or that of a list of text parts, one part a line."""
+    right = 'give a string or a list of parts such as {"type": "text", "text": "..."}'
+    if isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        raise ValueError(right)
     texts = []
     for part in content:
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-            raise ValueError("give a string or a list of parts such as {'type': 'text', 'text': '...'}")
+            raise ValueError(right)
         if part["type"] != "text":
             raise ValueError(f"parts of type {part['type'][:40]!r} are not supported; give text parts")
         if not isinstance(part.get("text"), str):
@@ -73,18 +74,18 @@ class ChatMessage(WireModel):
 class ChatRequest(GenerationRequest):
     """A conversation to be continued by the model."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
+    IGNORED: ClassVar[Mapping[str, type]] = MappingProxyType(
         {
-            "user",
-            "metadata",
-            "store",
-            "service_tier",
-            "parallel_tool_calls",
-            "safety_identifier",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-            "prompt_cache_options",
-            "prediction",
+            "user": str,
+            "metadata": dict,
+            "store": bool,
+            "service_tier": str,
+            "parallel_tool_calls": bool,
+            "safety_identifier": str,
+            "prompt_cache_key": str,
+            "prompt_cache_retention": str,
+            "prompt_cache_options": dict,
+            "prediction": dict,
         }
     )
     REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType(
@@ -114,8 +115,8 @@ class ChatRequest(GenerationRequest):
             return self.max_tokens
         if self.max_tokens not in (None, self.max_completion_tokens):
             raise InvalidParameter("max_tokens", self.max_tokens, "give it or max_completion_tokens, not both")
-        if self.max_completion_tokens < 1:
-            right = "give an integer of at least 1"
+        if not 1 <= self.max_completion_tokens <= MAX_COUNT:
+            right = f"give an integer from 1 to {MAX_COUNT}"
             raise InvalidParameter("max_completion_tokens", self.max_completion_tokens, right)
         return self.max_completion_tokens
 

@@ -56,7 +56,7 @@ PromptList = Annotated[
 class CompletionRequest(GenerationRequest):
     """Texts or token ids to be continued by the model as they are, without a chat template."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"user"})
+    IGNORED: ClassVar[Mapping[str, type]] = MappingProxyType({"user": str})
     REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType({"suffix": ("",)})
 
     prompt: PromptList

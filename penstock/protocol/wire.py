@@ -6,6 +6,7 @@ models or tokens.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -19,10 +20,15 @@ class WireModel(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
-    # Defined by the API, accepted, without effect here.
-    IGNORED: ClassVar[frozenset[str]] = frozenset()
+    # Defined by the API, accepted where they have this type, without effect here.
+    IGNORED: ClassVar[Mapping[str, type]] = MappingProxyType({})
     # Defined by the API and not supported: only these values, which ask for nothing, are accepted.
-    REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType({})
+
+
+_ADVICE: Mapping[type, str] = MappingProxyType(
+    {str: "give a string", bool: "give true or false", dict: "give an object"}
+)
 
 
 Request = TypeVar("Request", bound=WireModel)
@@ -31,7 +37,8 @@ Request = TypeVar("Request", bound=WireModel)
 def parse_request(kind: type[Request], body: bytes) -> Request:
     """Return the request in `body`. Raises RequestError naming the parameter, the value and what would be right."""
     try:
-        document = from_json(body, allow_inf_nan=False)
+        # NaN and Infinity are no JSON, but many clients write them: the check of their field says more than a parser.
+        document = from_json(body, allow_inf_nan=True)
     except ValueError as error:
         raise MalformedBody(f"the request body is not valid JSON: {error}") from None
     if not isinstance(document, dict):
@@ -40,8 +47,10 @@ def parse_request(kind: type[Request], body: bytes) -> Request:
         value = document.pop(name, None)
         if value is not None and value not in harmless:
             raise UnsupportedParameter(name, "leave it out")
-    for name in kind.IGNORED:
-        document.pop(name, None)
+    for name, type_ in kind.IGNORED.items():
+        value = document.pop(name, None)
+        if value is not None and not isinstance(value, type_):
+            raise InvalidParameter(name, value, _ADVICE[type_])
     try:
         return kind.model_validate(document)
     except ValidationError as error:
@@ -73,11 +82,11 @@ def _advice(details: ErrorDetails) -> str:
         "int_type": "give a whole number",
         "float_type": "give a number",
         "finite_number": "give a finite number",
-        "string_type": "give a string",
-        "bool_type": "give true or false",
+        "string_type": _ADVICE[str],
+        "bool_type": _ADVICE[bool],
         "list_type": "give a list",
-        "dict_type": "give an object",
-        "model_type": "give an object",
+        "dict_type": _ADVICE[dict],
+        "model_type": _ADVICE[dict],
     }
     kind, limits = details["type"], details.get("ctx", {})
     if kind in plain:
@@ -86,15 +95,19 @@ def _advice(details: ErrorDetails) -> str:
         "literal_error": "give one of: {expected}",
         "greater_than_equal": "give a number of at least {ge}",
         "less_than_equal": "give a number of at most {le}",
-        "too_short": "give at least {min_length} entries",
-        "too_long": "give at most {max_length} entries",
-        "string_too_short": "give at least {min_length} characters",
-        "string_too_long": "give at most {max_length} characters",
+        "too_short": f"give at least {_counted(limits.get('min_length'), 'entry', 'entries')}",
+        "too_long": f"give at most {_counted(limits.get('max_length'), 'entry', 'entries')}",
+        "string_too_short": f"give at least {_counted(limits.get('min_length'), 'character', 'characters')}",
+        "string_too_long": f"give at most {_counted(limits.get('max_length'), 'character', 'characters')}",
         "value_error": "{error}",
     }
     if kind in templates:
         return templates[kind].format(**limits)
     return details["msg"][:1].lower() + details["msg"][1:]
+
+
+def _counted(number: int | None, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
 
 
 def object_schema(properties: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def create_app(context: ServerContext) -> FastAPI:
         app.add_api_route(
             endpoint.path,
             GuardedHandler(endpoint, context.keys),
-            methods=[endpoint.method],
+            methods=["GET", "HEAD"] if endpoint.method == "GET" else [endpoint.method],
             response_model=None,
             name=endpoint.path,
             include_in_schema=False,
@@ -59,6 +59,8 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     if error.status_code == 404:
         own: RequestError = RouteNotFound(f"there is no {path!r} here; see /docs for what there is")
     elif error.status_code == 405:
+        # The path was found, so the router has noted whose it is.
+        record_of(request).route = request.scope["endpoint"].endpoint.path
         own = MethodNotAllowed(f"{method!r} is not possible on {path!r}; see /docs for what is")
     else:
         own = RequestError("the request could not be understood")

@@ -88,7 +88,8 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats
         yield GaugeMetricFamily("penstock_engine_up", "1 while the engine answers", float(self._engine.connected))
-        yield from _gauges(stats)
+        # What a dead engine last ran and held, it does no more.
+        yield from _gauges(stats if self._engine.connected else EngineStats())
         yield from _counters(stats)
         for name, (metric, text) in _HISTOGRAMS.items():
             yield _histogram(metric, text, stats.histograms.get(name, _NO_HISTOGRAM))

@@ -15,19 +15,25 @@ from penstock.server.context import ServerContext
 _SHORT_TEXT_CHARACTERS = 4096  # cheaper to tokenise at once than to hand to a thread
 
 
-async def chat_prompt(context: ServerContext, messages: list[ChatMessage]) -> Prompt:
-    """Render messages with the chat template and tokenise the result."""
+async def chat_prompt(context: ServerContext, messages: list[ChatMessage], info: EngineInfo | None = None) -> Prompt:
+    """Render messages with the chat template and tokenise the result. `info` as in `text_prompt`."""
     if context.template is None:
         message = "this model has no chat template; use /v1/completions, or start the server with --chat-template FILE"
         raise TemplateFailed(message, param="messages")
     text = await context.template.render([message.for_template() for message in messages])
-    return await text_prompt(context, text, add_special=False)  # the template writes its own special tokens
+    # The template writes its own special tokens.
+    return await text_prompt(context, text, add_special=False, info=info, param="messages")
 
 
-async def text_prompt(context: ServerContext, text: str, *, add_special: bool) -> Prompt:
+async def text_prompt(
+    context: ServerContext, text: str, *, add_special: bool, info: EngineInfo | None = None, param: str = "prompt"
+) -> Prompt:
+    """Tokenise a text. With `info`, one that cannot fit the context is refused before that costs anything."""
     if len(text) <= _SHORT_TEXT_CHARACTERS:
         token_ids = context.tokenizer.encode(text, add_special=add_special)
     else:
+        if info is not None and (fewest := context.tokenizer.fewest_tokens(text)) >= info.max_context_tokens:
+            raise ContextTooLong(fewest, info.max_context_tokens, param=param, at_least=True)
         token_ids = await asyncio.to_thread(context.tokenizer.encode, text, add_special=add_special)
     return Prompt(token_ids, text)
 

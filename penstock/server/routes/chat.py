@@ -31,7 +31,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
         max_tokens, num_logprobs = chat.answer_limit(), chat.num_logprobs()
         params = chat.sampling_params(max_tokens=max_tokens, logprobs=num_logprobs)
         params.validate(info.vocab_size)
-        prompt = await chat_prompt(context, chat.messages)
+        prompt = await chat_prompt(context, chat.messages, info)
         check_prompt(prompt, info, param="messages")
         limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
         check_answer_fits(prompt, max_tokens, info, param=limit_name)

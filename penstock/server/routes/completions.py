@@ -6,6 +6,7 @@ import uuid
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.engine.messages import EngineInfo
 from penstock.protocol.openai_completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
 from penstock.request import SamplingParams
 from penstock.server.answer import Prompt
@@ -33,7 +34,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
         info = context.engine_info()
         params = _params(wanted)
         params.validate(info.vocab_size)
-        prompts = [await _prompt(context, prompt) for prompt in wanted.prompt]
+        prompts = [await _prompt(context, prompt, info) for prompt in wanted.prompt]
         for prompt in prompts:
             check_prompt(prompt, info, param="prompt")
             check_answer_fits(prompt, wanted.max_tokens, info, param="max_tokens")
@@ -81,7 +82,7 @@ def _params(wanted: CompletionRequest) -> SamplingParams:
     )
 
 
-async def _prompt(context: ServerContext, prompt: str | list[int]) -> Prompt:
+async def _prompt(context: ServerContext, prompt: str | list[int], info: EngineInfo) -> Prompt:
     if isinstance(prompt, str):
-        return await text_prompt(context, prompt, add_special=True)
+        return await text_prompt(context, prompt, add_special=True, info=info)
     return Prompt(prompt)

@@ -36,7 +36,7 @@ def test_picks_are_listed_expert_by_expert(num_tokens: int) -> None:
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 9, 40, 60])
 def test_each_token_runs_through_its_own_experts(num_tokens: int, gelu: bool, dtype: torch.dtype) -> None:
-    num_experts, num_active, hidden, width = 4, 2, 128, 128
+    num_experts, num_active, hidden, width = 4, 2, 256, 128
     x = torch.randn(num_tokens, hidden, device=DEVICE).to(dtype)
     gate_up = torch.randn(num_experts, 2 * width, hidden, device=DEVICE).mul(hidden**-0.5).to(dtype)
     down = torch.randn(num_experts, hidden, width, device=DEVICE).mul(width**-0.5).to(dtype)
