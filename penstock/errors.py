@@ -111,8 +111,9 @@ class ContextTooLong(RequestError):
         param: str = "messages",
         at_least: bool = False,
     ) -> None:
+        number = f"at least {num_tokens}" if at_least else num_tokens
         super().__init__(
-            f"{what} has {'at least ' if at_least else ''}{num_tokens} tokens, but the longest context here is {max_tokens} tokens, "
+            f"{what} has {number} tokens, but the longest context here is {max_tokens} tokens, "
             "and at least one token must be left for the answer",
             param=param,
         )

@@ -7,7 +7,7 @@ the same. Knows nothing of chat roles, requests or HTTP. No torch.
 import codecs
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -235,28 +235,30 @@ class _Pieces:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         # Byte-level vocabularies may lack rare bytes, which then become no token at all.
-        self.dropped_bytes = bytes(byte for character, byte in _BYTE_OF.items() if character not in vocabulary)
+        missing = [byte for character, byte in _BYTE_OF.items() if character not in vocabulary]
+        self.dropped_bytes = bytes(missing) if self._byte_level else b""
         # The most bytes of a text that one token can stand for; None where a token may swallow any number.
-        self.longest_bytes = self._longest_bytes(backend, vocabulary) if self._keeps_every_byte(backend) else None
+        self.longest_bytes = self._longest(backend, vocabulary) if self._keeps_all(backend, vocabulary) else None
         self._backend = backend
         self._known: dict[int, bytes] = {}
 
-    def _longest_bytes(self, backend: tokenizers.Tokenizer, vocabulary: Iterable[str]) -> int:
+    def _longest(self, backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> int:
         # A byte-level token has one character for each byte, except those that are looked for in the text as they are.
         measure = len if self._byte_level else _num_bytes
         longest = max([*map(measure, vocabulary), *map(_num_bytes, self._added.values())], default=1)
         return longest * (_NFC_SHRINKS_BY if "NFC" in _kinds(backend.normalizer) else 1)
 
-    def _keeps_every_byte(self, backend: tokenizers.Tokenizer) -> bool:
+    def _keeps_all(self, backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> bool:
         """Whether all of a text ends up in tokens, but for `dropped_bytes`."""
-        splits = _steps(backend.pre_tokenizer)
+        falls_back = self._byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
         return (
             isinstance(backend.model, models.BPE)
-            and (self._byte_level or self._byte_fallback)
+            and (self._byte_level or falls_back)
             and not any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
             and _kinds(backend.normalizer) <= {"NFC", "Prepend", "Replace"}
+            and all(step.get("content", SPACE_MARK) == SPACE_MARK for step in _steps(backend.normalizer))
             and _kinds(backend.pre_tokenizer) <= {"ByteLevel", "Digits", "Metaspace", "Split"}
-            and not any(step.get("behavior") == "Removed" for step in splits)
+            and all(step.get("behavior") != "Removed" for step in _steps(backend.pre_tokenizer))
         )
 
     def to_bytes(self, token_id: int) -> bytes:

@@ -20,6 +20,7 @@ class ChatScript:
     status: int = 200
     error: dict[str, Any] | None = None  # the body, where the status is not 200
     models: list[str] = field(default_factory=lambda: ["tiny"])
+    max_context_tokens: int | None = None  # None: the server does not tell
     hang_after_pieces: bool = False
     requests: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
@@ -51,9 +52,13 @@ def serve_chat(script: ChatScript) -> Iterator[str]:
 
 
 def _app(script: ChatScript) -> web.Application:
+    def describe(name: str) -> dict[str, object]:
+        known = {} if script.max_context_tokens is None else {"max_context_tokens": script.max_context_tokens}
+        return {"id": name, **known}
+
     async def models(request: web.Request) -> web.Response:
         script.keys.append(request.headers.get("Authorization"))
-        return web.json_response({"object": "list", "data": [{"id": name} for name in script.models]})
+        return web.json_response({"object": "list", "data": [describe(name) for name in script.models]})
 
     async def chat(request: web.Request) -> web.StreamResponse:
         script.requests.append(await request.json())

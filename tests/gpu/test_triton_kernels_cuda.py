@@ -17,6 +17,7 @@ from penstock.kernels import sampling as plain
 from penstock.kernels.attention.triton_paged import TritonPagedAttention
 from penstock.kernels.triton import sampling
 from penstock.kernels.triton.activation import silu_gate
+from penstock.kernels.triton.few_rows import product_for
 from penstock.kernels.triton.norm import add_rms_norm
 
 pytestmark = pytest.mark.gpu
@@ -128,6 +129,19 @@ def test_norm_and_gate_at_full_width(num_tokens: int) -> None:
     gate_up = torch.randn(num_tokens, 2 * 14336, device="cuda").bfloat16()
     gate, up = gate_up.float().chunk(2, dim=-1)
     assert relative_error(silu_gate(gate_up), torch.nn.functional.silu(gate) * up) < 5e-3
+
+
+@pytest.mark.parametrize(("width", "depth"), [(28672, 4096), (6144, 4096), (4096, 14336), (1024, 3072)])
+def test_products_of_few_rows_at_full_size_are_right_and_repeat_to_the_bit(width: int, depth: int) -> None:
+    weight = torch.randn(width, depth, device="cuda").bfloat16()
+    product = product_for(weight)
+    if product is None:
+        pytest.skip("this device is older than the kernel was measured on")
+    for num_rows in (1, 8, 16):
+        x = torch.randn(num_rows, depth, device="cuda").bfloat16()
+        found = product.multiply(x)
+        assert relative_error(found, x.double() @ weight.double().T) < 5e-3
+        assert all(torch.equal(product.multiply(x), found) for _ in range(20))
 
 
 @pytest.mark.parametrize("num_rows", [1, 256])

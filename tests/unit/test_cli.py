@@ -56,8 +56,9 @@ def run(*arguments: str) -> int:
         return int(ended.code or 0)
 
 
-def test_version_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("version") == 0
+@pytest.mark.parametrize("typed", ["version", "--version"])
+def test_version_prints_the_version(capsys: pytest.CaptureFixture[str], typed: str) -> None:
+    assert run(typed) == 0
     assert capsys.readouterr().out == f"penstock {penstock.__version__}\n"
 
 

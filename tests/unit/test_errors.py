@@ -65,10 +65,16 @@ def test_a_model_error_names_the_file_and_the_tensor(file: str | None, tensor: s
 def test_a_long_value_is_cut_in_the_sentence() -> None:
     text = str(errors.InvalidParameter("stop", "x" * 10_000, "give a short string"))
     assert len(text) < 150
-    assert text.startswith("stop: 'xxx")
-    assert text.endswith("...' is not usable; give a short string") or text.endswith(
-        "... is not usable; give a short string"
-    )
+    assert text.startswith('stop: "xxx')
+    assert text.endswith("... is not usable; give a short string")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(None, "null"), (True, "true"), ([False, 1.5], "[false, 1.5]"), ("é", '"é"'), ("\ud800", '"\\ud800"'), ((), "[]")],
+)
+def test_a_callers_value_is_shown_as_json(value: object, shown: str) -> None:
+    assert str(errors.InvalidParameter("stop", value, "no")) == f"stop: {shown} is not usable; no"
 
 
 def test_an_unknown_model_says_what_is_served() -> None:
@@ -82,3 +88,4 @@ def test_a_context_that_is_too_long_gives_both_numbers() -> None:
     error = errors.ContextTooLong(9000, 8192)
     assert "9000 tokens" in str(error)
     assert "8192 tokens" in str(error)
+    assert "at least 9000 tokens" in str(errors.ContextTooLong(9000, 8192, at_least=True))

@@ -72,6 +72,12 @@ def test_a_value_beyond_its_limits_is_refused_by_name(values: dict[str, Any], na
     assert "is not usable; give" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "min_tokens", "top_k"])
+def test_a_count_that_is_too_large_is_told_the_limit(name: str) -> None:
+    with pytest.raises(InvalidParameter, match="to 2147483647"):
+        SamplingParams(**{name: 10**30}).validate(VOCAB)
+
+
 def test_a_temperature_of_zero_is_greedy() -> None:
     assert SamplingParams(temperature=0.0).greedy
     assert not SamplingParams(temperature=0.1).greedy

@@ -5,7 +5,6 @@ Knows logits and numbers; nothing of rows or requests.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,9 +12,6 @@ from torch import Tensor
 
 from penstock.engine.runner.transfer import to_device
 from penstock.kernels import sampling
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,6 +182,18 @@ def test_the_first_served_model_is_the_default(
     assert script.requests[0]["temperature"] == 0.5
 
 
+@pytest.mark.parametrize(("context", "limit"), [(None, 512), (8192, 512), (512, 256)])
+def test_an_answer_is_limited_unless_told_otherwise(
+    script: ChatScript, monkeypatch: pytest.MonkeyPatch, context: int | None, limit: int
+) -> None:
+    script.max_context_tokens = context
+    with serve_chat(script) as url:
+        for sampling in ({}, {"max_tokens": 700}):
+            monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+            run(url, None, None, None, sampling)
+    assert [request["max_tokens"] for request in script.requests] == [limit, 700]
+
+
 def test_a_question_does_not_enter_the_conversation_by_itself() -> None:
     conversation = Conversation()
     assert conversation.with_question("hi") == [Message("user", "hi")]

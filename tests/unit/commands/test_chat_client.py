@@ -73,7 +73,7 @@ async def test_the_url_may_be_written_with_or_without_v1(suffix: str) -> None:
     with serve_chat(ChatScript(models=["one", "two"])) as url:
         client = ChatClient(url + suffix)
         async with aclosing(client):
-            assert await client.models() == ["one", "two"]
+            assert list(await client.models()) == ["one", "two"]
 
 
 async def test_the_key_is_sent_as_a_bearer_token() -> None:

@@ -60,6 +60,12 @@ def test_what_is_automatic_has_a_value_and_a_reason(model: str) -> None:
     assert settings["max_context_tokens"].value == "128"
 
 
+def test_switches_are_shown_as_they_are_written(model: str) -> None:
+    assert settle(model)["prefix_cache"].value == "true"
+    assert settle(model, prefix_cache="off")["prefix_cache"].value == "false"
+    assert not {setting.value for setting in settle(model).values()} & {"True", "False", "None"}
+
+
 def test_what_cannot_work_is_refused_as_serve_would(model: str) -> None:
     with pytest.raises(ConfigError, match=r"--host: '0\.0\.0\.0' is not usable"):
         settle(model, host="0.0.0.0")

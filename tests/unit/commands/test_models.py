@@ -46,6 +46,25 @@ def test_pulling_what_is_there_says_where(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().out == f"{ALIAS} is at {path}\n"
 
 
+def test_a_pipe_gets_one_line_for_each_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = tmp_path / ("long" * 30)
+    path = place_default_model(cache)
+    models.show(Options(cache_dir=str(cache)), as_json=False)
+    assert capsys.readouterr().out.splitlines()[1].split() == [ALIAS, "98", "MB", str(path)]
+
+
+def test_an_interrupted_pull_says_that_it_can_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "pull", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        models.pull(Options(cache_dir=str(tmp_path)))
+    assert "the same command goes on from there" in capsys.readouterr().err
+
+
 def test_pulling_what_nobody_knows_says_what_would_be_right(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="Did you mean smollm2-135m"):
         models.pull(Options(model="smollm2-135", cache_dir=str(tmp_path)))

@@ -168,6 +168,44 @@ def test_ids_that_do_not_exist_are_nothing(smollm2: Tokenizer) -> None:
     assert smollm2.token_text(-1) == ""
 
 
+def test_a_long_text_has_the_ids_of_a_short_one(smollm2: Tokenizer, reference: tokenizers.Tokenizer) -> None:
+    text = " ".join(sample_texts(200)) * 3
+    assert smollm2.encode(text, add_special=False) == reference.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "\n" + " " * 80, "#" * 8000, "\x04\x06" * 5000, "一二三" * 500, "<|im_end|>" * 9]
+)
+def test_a_text_never_has_fewer_tokens_than_said(smollm2: Tokenizer, text: str) -> None:
+    assert smollm2.fewest_tokens(text) <= len(smollm2.encode(text, add_special=False))
+
+
+def test_a_large_text_is_known_to_have_many_tokens(smollm2: Tokenizer) -> None:
+    assert smollm2.fewest_tokens("word " * 20_000) > 1000
+
+
+def test_a_text_that_is_composed_first_may_have_fewer_tokens(vocabulary: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer = with_pre(vocabulary, tmp_path / "qwen2.gguf", "qwen2")
+    for text in ("\u1100\u1161\u11a8" * 500, "\u212a" * 500, "#" * 8000):
+        assert 0 < tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text, add_special=False))
+
+
+def test_nothing_is_said_of_texts_whose_tokens_may_swallow_spaces(tmp_path: Path) -> None:
+    files = write_folder(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_tokens([tokenizers.AddedToken("<gap>", rstrip=True)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(files)
+    assert tokenizer.fewest_tokens("<gap>" + " " * 10_000) == 0
+    assert len(tokenizer.encode("<gap>" + " " * 10_000, add_special=False)) == 1
+
+
+def test_sentencepiece_texts_never_have_fewer_tokens_than_said(tmp_path: Path) -> None:
+    tokenizer = load_gguf(write_gguf(tmp_path / "tiny.gguf", **sentencepiece_parts(prefix=True)))
+    for text in ("hello world " * 50, "\u2581" * 500, "\U0001f600" * 50):
+        assert 0 < tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text, add_special=False))
+
+
 def test_half_a_surrogate_pair_is_refused(smollm2: Tokenizer) -> None:
     with pytest.raises(InvalidParameter, match="surrogate"):
         smollm2.encode("a\ud83d", add_special=False)

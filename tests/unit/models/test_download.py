@@ -121,7 +121,12 @@ def test_a_disk_without_space_is_refused_before_the_download(tmp_path: Path, mon
 
 @pytest.mark.parametrize(
     ("number", "complaint"),
-    [(errno.ENOSPC, "is full"), (errno.EROFS, "no folder to write to"), (errno.EACCES, "allow it")],
+    [
+        (errno.ENOSPC, "is full"),
+        (errno.EROFS, "no folder to write to"),
+        (errno.EACCES, "allow it"),
+        (errno.ENOENT, "no folder"),
+    ],
 )
 def test_failures_to_write_say_what_to_do(tmp_path: Path, number: int, complaint: str) -> None:
     with pytest.raises(ModelError, match=f"{complaint}.*PENSTOCK_CACHE_DIR"), storing_in(tmp_path):

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from penstock import errors
-from penstock.errors import ConfigError, InvalidParameter, ModelError, NotAuthenticated, Overloaded, PenstockError
+from penstock.errors import (
+    ConfigError,
+    EngineUnavailable,
+    InvalidParameter,
+    ModelError,
+    NotAuthenticated,
+    NotReady,
+    Overloaded,
+    PenstockError,
+)
 from penstock.protocol.errors import CATALOGUE, INTERNAL_MESSAGE, reply_for
 
 
@@ -59,6 +68,12 @@ def test_what_is_not_for_callers_says_nothing(error):
 def test_an_overload_says_when_to_come_back():
     reply = reply_for(Overloaded("full", retry_after_seconds=0.2))
     assert (reply.status, reply.headers) == (429, {"retry-after": "1", "retry-after-ms": "200"})
+
+
+def test_an_engine_that_is_down_says_when_to_come_back():
+    for error in (EngineUnavailable("starting"), NotReady("starting")):
+        reply = reply_for(error)
+        assert (reply.status, reply.headers) == (503, {"retry-after": "5"})
 
 
 def test_a_missing_key_says_how_to_send_one():

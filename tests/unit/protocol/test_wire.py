@@ -85,6 +85,32 @@ def test_token_biases_become_numbers():
             chat(logit_bias={key: 1}).sampling_params(max_tokens=1, logprobs=None)
 
 
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"stop": 5}, "stop: 5 is not usable; give a string or a list of strings"),
+        ({"stop": [True]}, "stop[0]: true is not usable; give a string"),
+        ({"user": 5}, "user: 5 is not usable; give a string"),
+        ({"store": "yes"}, 'store: "yes" is not usable; give true or false'),
+        ({"metadata": []}, "metadata: [] is not usable; give an object"),
+        ({"messages": []}, "messages: [] is not usable; give at least 1 entry"),
+        ({"stop": ["a"] * 17}, "give at most 16 entries"),
+        ({"stop": [""]}, 'stop[0]: "" is not usable; give at least 1 character'),
+        ({"messages": [{"role": "user", "content": 5}]}, "5 is not usable; give a string or a list of parts such as"),
+        ({"messages": [{"role": "user", "content": None}]}, "null is not usable; give a string or a list of parts"),
+    ],
+)
+def test_a_refusal_shows_the_value_as_json_and_says_what_would_be_right(fields, sentence):
+    with pytest.raises(InvalidParameter) as refused:
+        chat(**fields)
+    assert sentence in str(refused.value)
+
+
+def test_the_newer_length_limit_is_told_its_bounds():
+    with pytest.raises(InvalidParameter, match=r"max_completion_tokens: .* give an integer from 1 to 2147483647"):
+        chat(max_completion_tokens=2**70).answer_limit()
+
+
 def test_a_long_value_is_shortened_in_the_message():
     with pytest.raises(InvalidParameter) as refused:
         chat(temperature="x" * 10_000)

@@ -49,6 +49,17 @@ async def test_the_engines_numbers_are_told(service):
     assert info.labels == {"block_size": "16", "num_gpu_blocks": "32"}
 
 
+async def test_an_engine_that_is_down_runs_and_holds_nothing(service):
+    service.engine.stats = EngineStats(num_running=3, num_waiting=5, num_blocks=32, num_used_blocks=8, num_steps=9)
+    service.engine.connected = False
+    seen = await families(service)
+    assert value(seen, "penstock_engine_up") == 0
+    assert value(seen, "penstock_total_running_requests") == 0
+    assert value(seen, "penstock_total_queued_requests") == 0
+    assert value(seen, "penstock_kv_blocks_used") == 0
+    assert value(seen, "penstock_steps") == 9
+
+
 async def test_the_engines_histograms_are_told(service):
     service.engine.stats = EngineStats(histograms={"ttft_seconds": Histogram([0.1, 1.0], [2, 5, 6], 4.5)})
     samples = (await families(service))["penstock_time_to_first_token_seconds"].samples
@@ -62,12 +73,14 @@ async def test_requests_are_counted_by_route_and_status(service):
     await service.chat(temperature=9)
     for name in ("/a", "/b"):
         await service.client.get(name)
+    await service.client.delete("/v1/models/any")
     samples = (await families(service))["penstock_http_requests"].samples
     counts = {(s.labels["route"], s.labels["status"]): s.value for s in samples if s.name.endswith("_total")}
     assert counts == {
         ("/v1/chat/completions", "200"): 1,
         ("/v1/chat/completions", "400"): 1,
         ("unmatched", "404"): 2,
+        ("/v1/models/{model:path}", "405"): 1,
     }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import httpx
 import pytest
@@ -44,12 +45,16 @@ async def test_deeply_nested_json_is_refused(service):
     error_of(await service.client.post(CHAT, content=nested, headers=JSON), 400, "invalid_json")
 
 
-@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
-async def test_numbers_that_are_none_are_refused(service, literal):
+@pytest.mark.parametrize(
+    ("literal", "shown"),
+    [("NaN", "NaN"), ("Infinity", "Infinity"), ("-Infinity", "-Infinity"), ("1e999", "Infinity")],
+)
+async def test_numbers_that_are_none_are_refused_by_name(service, literal, shown):
     body = body_with().replace(b'"model"', f'"temperature": {literal}, "model"'.encode())
     response = await service.client.post(CHAT, content=body, headers=JSON)
-    assert response.status_code == 400
-    check("ErrorResponse", response.json())
+    error = error_of(response, 400, "invalid_parameter")
+    assert error["param"] == "temperature"
+    assert error["message"] == f"temperature: {shown} is not usable; give a finite number"
 
 
 @pytest.mark.parametrize(
@@ -151,6 +156,16 @@ async def test_a_prompt_over_the_context_is_refused_with_both_numbers(service):
     assert error["param"] == "prompt"
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(service, path, monkeypatch):
+    monkeypatch.setattr(service.tokenizer, "encode", None)
+    text = "x" * 20_000
+    wanted = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    error = error_of(await service.post(path, **wanted), 400, "context_length_exceeded")
+    assert re.search(r"has at least 2\d{3} tokens, but the longest context here is 512 tokens", error["message"])
+    assert error["param"] == next(iter(wanted))
+
+
 async def test_an_answer_that_would_not_fit_is_refused_with_the_numbers(service):
     error = error_of(await service.complete("x" * 500, max_tokens=13), 400, "context_length_exceeded")
     assert all(number in error["message"] for number in ("500", "13", "513", "512"))
@@ -205,6 +220,14 @@ async def test_a_wrong_method_is_told_with_the_right_one(service):
     assert response.headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize("path", ["/", "/docs", "/openapi.json", "/live", "/v1/models", f"/v1/models/{MODEL}"])
+async def test_head_answers_as_get_does_without_a_body(service, address, path):
+    async with httpx.AsyncClient(base_url=address) as client:
+        whole, head = await client.get(path), await client.head(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == str(len(whole.content))
+
+
 async def test_a_full_queue_is_429_with_the_time_to_wait(service):
     service.engine.script = lambda request: [
         TokenEvent(
@@ -224,7 +247,9 @@ async def test_a_full_queue_is_429_with_the_time_to_wait(service):
 
 async def test_no_engine_is_503(service):
     service.engine.connected = False
-    error_of(await service.chat(), 503, "engine_unavailable")
+    response = await service.chat()
+    error_of(response, 503, "engine_unavailable")
+    assert int(response.headers["retry-after"]) > 0
     service.engine.info = None
     error_of(await service.chat(), 503, "engine_unavailable")
 

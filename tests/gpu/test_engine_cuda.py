@@ -1,0 +1,70 @@
+"""The engine on a CUDA device: what captured decode steps draw is what the sampler would have drawn."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.config import gather
+from penstock.engine.builder import build_engine
+from penstock.engine.engine import Engine
+from penstock.engine.messages import Submit
+from penstock.engine.timeline import Timeline
+from penstock.models.store import ModelFiles
+from penstock.request import SamplingParams
+
+DEVICE = "cuda"
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "hidden_size": 64,
+    "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 96, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "tie_word_embeddings": False, "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+PROMPTS = [[5, 9, 2], [7] * 20, [3, 1, 4, 1, 5, 9, 2, 6], [11, 12], [90, 80, 70, 60]]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    files = ModelFiles("tiny", "folder", folder, folder / "config.json", load_format="dummy")
+    options = gather({"device": DEVICE, "precision": "exact", "kv_memory": "4MiB", "max_running": 8}, environ={})
+    return build_engine(options, files, Timeline(time.monotonic())).engine
+
+
+def answers(engine: Engine, prompts: list[list[int]], **params: float) -> list[list[int]]:
+    """Run all prompts together; return each one's tokens."""
+    found: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    for index, prompt in enumerate(prompts):
+        wanted = SamplingParams(max_tokens=12, ignore_eos=True, seed=index, **params)
+        refused = engine.submit(
+            Submit(request_id=str(index), prompt=prompt, params=wanted, arrival=time.monotonic(), tenant=str(index))
+        )
+        assert refused == []
+    while engine.has_work:
+        for _, event in engine.step():
+            assert event.error is None
+            found[event.request_id] += event.token_ids
+    return list(found.values())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_ask_for_logprobs_draw_what_plain_rows_draw(engine: Engine, temperature: float) -> None:
+    plain = answers(engine, PROMPTS, temperature=temperature)
+    assert [len(tokens) for tokens in plain] == [12] * len(PROMPTS)
+    assert answers(engine, PROMPTS, temperature=temperature, logprobs=1) == plain
+
+
+def test_a_row_draws_with_its_own_seed_and_temperature(engine: Engine) -> None:
+    same = answers(engine, [PROMPTS[0]] * 3, temperature=1.0)
+    assert len({tuple(tokens) for tokens in same}) == 3
+    greedy = answers(engine, [PROMPTS[0]] * 3, temperature=0.0)
+    assert len({tuple(tokens) for tokens in greedy}) == 1
