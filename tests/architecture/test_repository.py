@@ -77,7 +77,12 @@ def test_make_test_runs_every_check() -> None:
 
 
 def dry_run(*arguments: str) -> str:
-    return subprocess.run(["make", "-n", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    # As from a shell, although `make test` itself may be what runs this.
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS")
+    }
+    command = ["make", "-n", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True).stdout
 
 
 def test_make_serve_installs_torch_first_then_penstock_then_serves(tmp_path: Path) -> None:
