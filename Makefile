@@ -43,6 +43,7 @@ $(VENV)/bin/pip:
 	@echo "penstock: creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV) || \
 		{ echo "$(PYTHON) cannot create an environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@$(PIP) install --upgrade pip
 
 # torch comes first and alone, so that the build named by TORCH is the one that stays.
 $(INSTALLED): pyproject.toml | $(VENV)/bin/pip

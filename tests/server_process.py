@@ -77,13 +77,18 @@ class ServerProcess:
                     found.append(int(folder.name))
         return found
 
+    def child(self, module: str) -> int:
+        found = self.children(module)
+        assert found, f"no process runs {module} now"
+        return found[0]
+
     @property
     def engine_pid(self) -> int:
-        return self.children("penstock.engine.process")[0]
+        return self.child("penstock.engine.process")
 
     @property
     def worker_pid(self) -> int:
-        return self.children("penstock.server.worker")[0]
+        return self.child("penstock.server.worker")
 
     def get(self, path: str) -> tuple[int, str]:
         try:

@@ -2,7 +2,7 @@
 
 Q4_0 is d * (q - 8); Q4_1 is d * q + m, which is d * (q - 8) with the offset m + 8d; Q4_K is Q4_1 with scales and
 offsets that are themselves quantised. The kernel takes the levels exactly and the scales as bfloat16. It is the
-fastest up to about 32 rows; more go through an 8-bit copy of the matrix where the CPU has the kernel for that.
+fastest up to about 48 rows; more go through an 8-bit copy of the matrix where the CPU has the kernel for that.
 """
 
 from typing import ClassVar
@@ -16,7 +16,7 @@ from penstock.models.quant.int8 import int8_gemm
 from penstock.models.quant.interface import LinearWeight, WeightFormat
 from penstock.models.stored_tensor import StoredTensor
 
-MAX_FOUR_BIT_ROWS = 32
+MAX_FOUR_BIT_ROWS = 48
 _BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q4_K": 144}
 
 

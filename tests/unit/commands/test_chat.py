@@ -132,6 +132,8 @@ def test_a_refused_turn_leaves_the_conversation_as_it_was(script: ChatScript, te
 def test_ctrl_c_stops_the_answer_and_not_the_chat(script: ChatScript, terminal: Terminal) -> None:
     script.hang_after_pieces = True
     main_thread = threading.get_ident()
+    # A shell that starts a command in the background has it ignore the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def press_when_shown() -> None:
         while "Hello" not in terminal.output.getvalue():
@@ -146,6 +148,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(script: ChatScript, terminal: 
     script.hang_after_pieces = False
     terminal.type("two")
     assert sent(script)[1:3] == [("user", "one"), ("assistant", "Hello")]
+    signal.signal(signal.SIGINT, before)
 
 
 def test_an_answer_cannot_steer_the_terminal(script: ChatScript, terminal: Terminal) -> None:
