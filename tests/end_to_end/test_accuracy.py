@@ -10,8 +10,8 @@ from penstock.tools.eval.blimp import accuracy, read_pairs, score_pairs
 from penstock.tools.eval.perplexity import perplexity
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
-NUM_WINDOWS = 24
-NUM_PAIRS = 250  # of each file
+NUM_WINDOWS = 16
+NUM_PAIRS = 125  # of each file
 
 pytestmark = [
     pytest.mark.slow,
