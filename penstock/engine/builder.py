@@ -57,7 +57,9 @@ def build_engine(
     """Load the model and return an engine that has already run its first step."""
     spec = spec_for(files)
     config, settings = resolve(sourced, spec, probe(sourced.options.device, spec))
-    torch.set_num_threads(config.threads)
+    # On a CPU the runner's thread does the tensor work. OpenMP's workers wait for more of it in a loop, and are there
+    # at once, only while a single thread has workers: so this one gets none.
+    torch.set_num_threads(1 if config.device == "cpu" else config.threads)
     timeline.mark("settings")
     model = load_model(
         files,
@@ -123,7 +125,7 @@ def _make_runner(config: EngineConfig, spec: ModelSpec, model: Decoder) -> Model
     # Each running request may draw one token, and one more for each of its guesses.
     max_draws = config.max_running * (1 + (config.draft_tokens if config.speculative != "none" else 0))
     sampler = Sampler(parameters, spec.eos_token_ids, make_drawer(max_draws, device))
-    return ModelRunner(model, attention, pool, rows, parameters, sampler, graphs)
+    return ModelRunner(model, attention, pool, rows, parameters, sampler, graphs, threads=config.threads)
 
 
 def _warm_up(engine: Engine) -> None:

@@ -114,9 +114,10 @@ def _num_pieces(out_features: int, in_features: int) -> int:
     """Into how many equal pieces a row of activations is cut, each rounded over its own range.
 
     An activation far from the others, as most layers of most models have, then spoils its own piece only. Every piece
-    costs a pass over the output, so that wide outputs, which suffer least from rounding, are left whole.
+    costs a pass over the output, so what gains little is left whole: wide outputs, and square matrices, which are
+    attention's last and see mixtures of values.
     """
-    if out_features > 2 * in_features:
+    if out_features > 2 * in_features or out_features == in_features:
         return 1
     counts = range(1, in_features + 1)
     return next(count for count in counts if in_features % count == 0 and in_features // count <= _MAX_PIECE)

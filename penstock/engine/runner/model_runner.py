@@ -90,6 +90,8 @@ class ModelRunner(Runner):
         parameters: RowParameters,
         sampler: Sampler,
         graphs: DecodeGraphs | None = None,
+        *,
+        threads: int,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -98,7 +100,9 @@ class ModelRunner(Runner):
         self._parameters = parameters
         self._sampler = sampler
         self._graphs = graphs
-        self._thread = ThreadPoolExecutor(1, "penstock-step") if rows.device.type == "cpu" else None
+        self._thread = None
+        if rows.device.type == "cpu":
+            self._thread = ThreadPoolExecutor(1, "penstock-step", torch.set_num_threads, (threads,))
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         if self._thread is not None:
