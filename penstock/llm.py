@@ -89,7 +89,7 @@ class LLM:
             load_format=sourced.options.load_format,
         )
         timeline = Timeline(time.monotonic())
-        built = build_engine(sourced, files, timeline, progress=progress)
+        built = build_engine(sourced, files, timeline, for_batches=True, progress=progress)
         self.tokenizer = Tokenizer.load(files)
         self.config = built.config
         self.settings = built.settings
@@ -147,22 +147,23 @@ class LLM:
         return list(params)
 
     def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[_Open]:
-        """Run requests to their ends, keeping the engine's queue within its bound."""
-        done: list[_Open] = []
+        """Run requests to their ends, keeping the engine's queue within its bound. The longest answers start first."""
+        done: dict[int, _Open] = {}
         open_requests: dict[str, _Open] = {}
-        waiting = list(zip(prompts, params, strict=True))[::-1]
+        longest = self.config.max_context_tokens
+        waiting = sorted(range(len(prompts)), key=lambda index: -(params[index].max_tokens or longest))[::-1]
         limit = self.config.max_running + self.config.max_waiting
         try:
             while waiting or open_requests:
                 while waiting and len(open_requests) < limit:
-                    request = self._submit(*waiting.pop(), open_requests)
-                    done.append(request)
+                    index = waiting.pop()
+                    done[index] = self._submit(prompts[index], params[index], open_requests)
                 self._take(self._engine.step(), open_requests)
         finally:
             self._engine.abort(b"", list(open_requests))
             while self._engine.has_work:
                 self._engine.step()
-        return done
+        return [done[index] for index in range(len(prompts))]
 
     def _submit(self, prompt: list[int], params: SamplingParams, open_requests: dict[str, _Open]) -> _Open:
         name = str(self._next_id)

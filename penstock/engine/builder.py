@@ -25,6 +25,7 @@ from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.sampling.drawer import make_drawer
 from penstock.engine.sampling.row_parameters import RowParameters
 from penstock.engine.sampling.sampler import Sampler
+from penstock.engine.scheduler.pace import BatchPace, Pace
 from penstock.engine.scheduler.scheduler import Scheduler, SchedulerConfig
 from penstock.engine.speculative.registry import DRAFTERS
 from penstock.engine.timeline import Timeline
@@ -42,6 +43,9 @@ Progress = Callable[[int, int, str], None]
 # A tenant that no caller can have: the warm-up's blocks are shared with nobody.
 _WARM_UP_TENANT = "\x00warm-up"
 
+# Up to so many tokens a step's products take hardly longer than reading the weights for one (docs/benchmarks.md).
+_KNEE_TOKENS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
@@ -52,9 +56,17 @@ class BuiltEngine:
 
 
 def build_engine(
-    sourced: Sourced, files: ModelFiles, timeline: Timeline, *, progress: Progress | None = None
+    sourced: Sourced,
+    files: ModelFiles,
+    timeline: Timeline,
+    *,
+    for_batches: bool = False,
+    progress: Progress | None = None,
 ) -> BuiltEngine:
-    """Load the model and return an engine that has already run its first step."""
+    """Load the model and return an engine that has already run its first step.
+
+    `for_batches`: only the end of all requests counts, not how soon each begins.
+    """
     spec = spec_for(files)
     config, settings = resolve(sourced, spec, probe(sourced.options.device, spec))
     # On a CPU the runner's thread does the tensor work. OpenMP's workers wait for more of it in a loop, and are there
@@ -71,19 +83,20 @@ def build_engine(
         progress=progress,
     )
     timeline.mark("weights")
-    engine = assemble(config, spec, model)
+    engine = assemble(config, spec, model, for_batches=for_batches)
     timeline.mark("KV cache")
     _warm_up(engine)
     timeline.mark("first step")
     return BuiltEngine(engine, config, spec, settings)
 
 
-def assemble(config: EngineConfig, spec: ModelSpec, model: Decoder) -> Engine:
+def assemble(config: EngineConfig, spec: ModelSpec, model: Decoder, *, for_batches: bool = False) -> Engine:
     """Return an engine around a loaded model."""
-    return Engine(_make_scheduler(config, spec), _make_runner(config, spec, model))
+    pace = BatchPace(_KNEE_TOKENS, config.max_step_tokens) if for_batches and config.device == "cuda" else None
+    return Engine(_make_scheduler(config, spec, pace), _make_runner(config, spec, model))
 
 
-def _make_scheduler(config: EngineConfig, spec: ModelSpec) -> Scheduler:
+def _make_scheduler(config: EngineConfig, spec: ModelSpec, pace: Pace | None) -> Scheduler:
     cache = KvCache(
         config.num_blocks,
         BlockHasher(secrets.token_bytes(32), config.block_tokens),
@@ -102,7 +115,7 @@ def _make_scheduler(config: EngineConfig, spec: ModelSpec) -> Scheduler:
         prefill_only=config.role == "prefill",
     )
     drafter = None if config.speculative == "none" else DRAFTERS.load(config.speculative)()
-    return Scheduler(scheduler_config, cache, EngineMetrics(), drafter=drafter)
+    return Scheduler(scheduler_config, cache, EngineMetrics(), drafter=drafter, pace=pace)
 
 
 def _make_runner(config: EngineConfig, spec: ModelSpec, model: Decoder) -> ModelRunner:

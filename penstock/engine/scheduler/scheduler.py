@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from penstock.engine.cache.kv_cache import NO_MATCH, KvCache
 from penstock.engine.messages import Submit, TokenEvent
 from penstock.engine.metrics import EngineMetrics
+from penstock.engine.scheduler.pace import Pace
 from penstock.engine.scheduler.request_state import RequestState
 from penstock.engine.scheduler.step_plan import (
     BlockAssignment,
@@ -58,6 +59,7 @@ class Scheduler:
         metrics: EngineMetrics,
         *,
         drafter: Drafter | None = None,
+        pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert config.max_running <= config.max_step_tokens, "every running request must fit one step"
@@ -69,6 +71,7 @@ class Scheduler:
         self.running: list[RequestState] = []  # best first: the last is the first to be preempted
         self.waiting = WaitingQueue()
         self._drafter = drafter
+        self._pace = pace  # None: steps as large as they may be
         self._clock = clock
         self._free_rows = list(range(config.max_running - 1, -1, -1))
         self._launched: deque[StepPlan] = deque()
@@ -180,7 +183,7 @@ class Scheduler:
 
     def _plan_running(self, plan: StepPlan) -> int:
         """Give running requests their tokens, best first; return what is left of the budget."""
-        budget = self.config.max_step_tokens
+        budget = self._step_tokens()
         ready = [(request, remaining) for request in self.running if (remaining := request.runnable)]
         # Prefill chunks leave room for the requests that only need one token.
         singles_left = sum([remaining == 1 for _, remaining in ready])
@@ -199,6 +202,10 @@ class Scheduler:
             self._launch(plan, request, num_tokens, drafts)
             budget -= num_tokens
         return budget
+
+    def _step_tokens(self) -> int:
+        most = self.config.max_step_tokens
+        return most if self._pace is None else min(most, self._pace.step_tokens(self.running, self.waiting))
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Start waiting requests, best first, while rows, blocks and budget last."""

@@ -1,0 +1,57 @@
+"""How many tokens the next step should run: all that fit, or only what is needed to end as soon.
+
+Looks at requests; changes nothing. Knows nothing of blocks or of how long a step takes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+from penstock.engine.scheduler.request_state import RequestState
+
+
+class Pace(ABC):
+    """Sizes steps."""
+
+    @abstractmethod
+    def step_tokens(self, running: Iterable[RequestState], waiting: Iterable[RequestState]) -> int:
+        """Return how many tokens the next step should run, one for each decoding request included."""
+
+
+class BatchPace(Pace):
+    """For a batch of which only the end counts: prompts run beside answers, as late as they may.
+
+    Decoding reads every weight for a few tokens, so prompt tokens beside it are cheap up to `knee_tokens`; a step of
+    prompts alone would pay for itself. A prompt may be late by as many steps as its answer is shorter than the longest
+    one under way, where both lengths are known. Where they are not, nothing is held back.
+    """
+
+    def __init__(self, knee_tokens: int, max_step_tokens: int) -> None:
+        self._knee_tokens = knee_tokens
+        self._max_step_tokens = max_step_tokens
+
+    def step_tokens(self, running: Iterable[RequestState], waiting: Iterable[RequestState]) -> int:
+        prompts: list[RequestState] = []
+        longest = num_decoding = 0
+        for request in running:
+            if request.remaining > 1:
+                prompts.append(request)
+            else:
+                num_decoding += 1
+                longest = max(longest, _steps_left(request))
+        prompts.extend(waiting)
+        if not prompts or longest == 0:
+            return self._max_step_tokens
+        tokens_so_far, rate = 0, 0.0
+        for request in prompts:
+            tokens_so_far += request.remaining
+            # A length that is not known may be any: such a request is not made to wait.
+            steps = _steps_left(request) or longest
+            rate = max(rate, tokens_so_far / max(1, longest - steps))
+        return min(self._max_step_tokens, max(self._knee_tokens, num_decoding + int(rate) + 1))
+
+
+def _steps_left(request: RequestState) -> int:
+    """Tokens that the request will surely still draw; 0 if an end token or a stop string may cut it short."""
+    if request.stop_ids or request.params.stop:
+        return 0
+    return request.max_total_tokens - request.known

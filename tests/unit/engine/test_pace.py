@@ -1,0 +1,84 @@
+"""A batch's prompts run beside its answers, late but never too late."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.block_hash import BlockHasher
+from penstock.engine.cache.kv_cache import KvCache
+from penstock.engine.engine import Engine
+from penstock.engine.messages import Submit
+from penstock.engine.metrics import EngineMetrics
+from penstock.engine.scheduler.pace import BatchPace
+from penstock.engine.scheduler.scheduler import Scheduler, SchedulerConfig
+from penstock.request import SamplingParams
+from tests.fakes.fake_runner import FakeRunner
+
+VOCAB, BLOCK, ROWS, MOST = 97, 4, 8, 64
+
+
+def make_engine(pace):
+    cache = KvCache(401, BlockHasher(b"key", BLOCK), share_prefixes=False)
+    config = SchedulerConfig(
+        max_running=ROWS,
+        max_step_tokens=MOST,
+        max_waiting=100,
+        max_context_tokens=200,
+        vocab_size=VOCAB,
+        eos_token_ids=(13,),
+    )
+    return Engine(Scheduler(config, cache, EngineMetrics(), pace=pace), FakeRunner(ROWS, VOCAB, BLOCK))
+
+
+def run(pace, lengths, **params):
+    """Run (prompt, answer) lengths, longest answer first. Returns the tokens of each step."""
+    engine = make_engine(pace)
+    for number, (prompt, answer) in enumerate(sorted(lengths, key=lambda item: -item[1])):
+        sampling = SamplingParams(max_tokens=answer, temperature=0.0, seed=1, **params)
+        engine.submit(
+            Submit(request_id=str(number), prompt=[number % VOCAB] * prompt, params=sampling, arrival=float(number))
+        )
+    sizes = []
+    launch = engine.runner.launch
+    engine.runner.launch = lambda plan: sizes.append(plan.num_tokens) or launch(plan)
+    while engine.has_work:
+        engine.step()
+    return sizes
+
+
+def test_prompts_are_spread_over_the_steps_of_the_longest_answer():
+    lengths = [(20, 100)] + [(20, 10)] * 6
+    at_once = run(None, lengths, ignore_eos=True)
+    spread = run(BatchPace(8, MOST), lengths, ignore_eos=True)
+    assert max(at_once) == MOST
+    assert max(spread[1:]) == 8  # the first has nothing to run beside
+    assert len(spread) == len(at_once)
+
+
+def test_nothing_is_held_back_where_an_answer_may_end_early():
+    lengths = [(20, 100)] + [(20, 10)] * 6
+    assert run(BatchPace(8, MOST), lengths) == run(None, lengths)
+    assert run(BatchPace(8, MOST), lengths, ignore_eos=True, stop=("x",)) == run(
+        None, lengths, ignore_eos=True, stop=("x",)
+    )
+
+
+def test_answers_of_one_length_start_as_soon_as_they_can():
+    lengths = [(30, 40)] * 8
+    assert run(BatchPace(8, MOST), lengths, ignore_eos=True) == run(None, lengths, ignore_eos=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 80)), min_size=1, max_size=ROWS), st.integers(1, 32))
+def test_the_last_answer_ends_about_as_soon_as_with_full_steps(lengths, knee):
+    at_once = run(None, lengths, ignore_eos=True)
+    spread = run(BatchPace(knee, MOST), lengths, ignore_eos=True)
+    assert sum(spread) == sum(at_once)
+    # Rounding chunks to whole tokens may cost a step for each request.
+    assert len(spread) <= len(at_once) + len(lengths)
+
+
+@pytest.mark.parametrize("knee", [1, 8, 1000])
+def test_a_step_always_has_room_for_every_decoding_request(knee):
+    sizes = run(BatchPace(knee, MOST), [(1, 50)] * ROWS, ignore_eos=True)
+    assert sizes[5] == ROWS
