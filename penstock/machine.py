@@ -11,7 +11,7 @@ from pathlib import Path
 
 # The instructions that decide which CPU kernels can be used, by architecture.
 ARM_FEATURES = ("asimddp", "i8mm", "bf16", "sve", "sve2")
-X86_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
+X86_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Matrix products with quantised weights on a CPU, from kernels that torch brings along.
+"""Matrix products with quantised weights on an Arm CPU, from kernels that torch brings along.
 
 Activations come and go in float32; on the way in they are rounded to 8 bits, each row or piece of a row over its own
 range, so that no row's result depends on the others. Knows tensors and row counts, nothing of files or layers.
@@ -80,8 +80,7 @@ class Int8Gemm:
     def __init__(self, weight: Tensor, *, keep_packed: bool) -> None:
         """weight: float32 [out, in]."""
         self.out_features, self.in_features = weight.shape
-        scales = weight.abs().amax(dim=1).div_(_LEVELS).clamp_min_(_TINY)
-        levels = weight.div(scales.unsqueeze(1)).round_().to(torch.int8)
+        levels, scales = round_weight(weight)
         self._scales = scales  # [out]
         pieces = levels.chunk(_num_pieces(*weight.shape), dim=1)
         self._sums = torch.stack([piece.sum(dim=1, dtype=torch.float32) for piece in pieces])  # [pieces, out]
@@ -92,9 +91,9 @@ class Int8Gemm:
     def multiply(self, x: Tensor) -> Tensor:
         """x: float32 [rows, in], contiguous -> [rows, out]."""
         if self._kept is not None and x.shape[0] <= MAX_KEPT_ROWS:
-            steps, origins, levels = _rounded(x, lowest_level=0)
+            steps, origins, levels = round_rows(x, lowest_level=0)
             return self._kept.multiply(levels).addcmul_(origins, self._sum).mul_(steps).mul_(self._scales)
-        steps, origins, levels = _rounded(x.view(x.shape[0], len(self._repacked), -1), lowest_level=-_LEVELS)
+        steps, origins, levels = round_rows(x.view(x.shape[0], len(self._repacked), -1), lowest_level=-_LEVELS)
         pieces = levels.transpose(0, 1).to(torch.int8, memory_format=torch.contiguous_format)
         y: Tensor | None = None
         for number, product in enumerate(self._repacked):
@@ -123,7 +122,13 @@ def _num_pieces(out_features: int, in_features: int) -> int:
     return next(count for count in counts if in_features % count == 0 and in_features // count <= _MAX_PIECE)
 
 
-def _rounded(x: Tensor, *, lowest_level: int) -> tuple[Tensor, Tensor, Tensor]:
+def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 levels [out, in] and float32 scales [out]: symmetric, one scale for each row of the matrix."""
+    scales = weight.abs().amax(dim=1).div_(_LEVELS).clamp_min_(_TINY)
+    return weight.div(scales.unsqueeze(1)).round_().to(torch.int8), scales
+
+
+def round_rows(x: Tensor, *, lowest_level: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return step and origin [..., 1] and levels [..., columns], with x close to step * (origin + level).
 
     Levels are whole numbers from `lowest_level` to 254 above it. So is an origin, whatever its sign, which makes zero

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.quant_gemm import Int8Gemm, int8_supported
+from penstock.kernels.vnni_gemm import VnniGemm, vnni_supported
 from penstock.models.quant.interface import LinearWeight, WeightFormat
 from penstock.models.stored_tensor import StoredTensor
 
 
 class Int8Weight(LinearWeight):
-    def __init__(self, gemm: Int8Gemm) -> None:
+    def __init__(self, gemm: Int8Gemm | VnniGemm) -> None:
         self.out_features, self.in_features = gemm.out_features, gemm.in_features
         self._gemm = gemm
 
@@ -32,11 +33,18 @@ class Int8Format(WeightFormat):
     name: ClassVar[str] = "int8"
 
     def accepts(self, parts: list[StoredTensor], device: torch.device) -> bool:
-        return device.type == "cpu" and all(part.is_quantised for part in parts) and int8_supported()
+        is_fast = int8_supported() or vnni_supported()
+        return device.type == "cpu" and all(part.is_quantised for part in parts) and is_fast
 
     def pack(self, parts: list[StoredTensor], device: torch.device, dtype: torch.dtype) -> Int8Weight:
+        if vnni_supported():
+            return Int8Weight(VnniGemm(_dense(parts)))
         return Int8Weight(int8_gemm(parts, keep_packed=True))
 
 
 def int8_gemm(parts: list[StoredTensor], *, keep_packed: bool) -> Int8Gemm:
-    return Int8Gemm(torch.cat([part.dense() for part in parts]), keep_packed=keep_packed)
+    return Int8Gemm(_dense(parts), keep_packed=keep_packed)
+
+
+def _dense(parts: list[StoredTensor]) -> Tensor:
+    return torch.cat([part.dense() for part in parts])

@@ -12,8 +12,10 @@ from penstock.kernels.quant_gemm import (
     four_bit_supported,
     int8_supported,
 )
+from penstock.kernels.vnni_gemm import VnniGemm, vnni_supported
 
 needs_four_bits = pytest.mark.skipif(not four_bit_supported(), reason="this CPU or torch has no 4-bit kernel")
+needs_vnni = pytest.mark.skipif(not vnni_supported(), reason="this CPU or torch has no VNNI kernel")
 needs_int8 = pytest.mark.skipif(not int8_supported(), reason="this CPU or torch has no fast 8-bit kernel")
 
 SHAPES = [(96, 64), (100, 96), (7, 32), (960, 576)]
@@ -126,3 +128,27 @@ def test_packing_leaves_the_chosen_quantisation_engine_as_it_was() -> None:
     before = torch.backends.quantized.engine
     Int8Gemm(normal(48, 64), keep_packed=True)
     assert torch.backends.quantized.engine == before
+
+
+@needs_vnni
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("out", "width"), SHAPES)
+def test_vnni_products_are_close(out: int, width: int, rows: int) -> None:
+    weight, x = normal(out, width, seed=1), normal(rows, width)
+    assert relative_error(VnniGemm(weight).multiply(x), x, weight) < 0.02
+
+
+@needs_vnni
+def test_vnni_rows_do_not_spoil_each_other() -> None:
+    weight = normal(48, 64, seed=1)
+    x = normal(100, 64) * torch.logspace(-3, 3, 100).unsqueeze(1)
+    found = VnniGemm(weight).multiply(x)
+    for index in (0, 50, 99):
+        assert relative_error(found[index : index + 1], x[index : index + 1], weight) < 0.03
+
+
+@needs_vnni
+def test_vnni_products_do_not_saturate() -> None:
+    weight = torch.full((8, 64), 1.0)
+    x = torch.cat([torch.full((1, 64), 3.0), torch.full((1, 64), -2.0)])
+    torch.testing.assert_close(VnniGemm(weight).multiply(x), x @ weight.T, rtol=0.02, atol=0.0)
