@@ -21,7 +21,9 @@ from penstock.engine.runner.batch_rows import BatchRows
 from penstock.engine.runner.cuda_graphs import DecodeGraphs
 from penstock.engine.runner.device import DTYPES, probe
 from penstock.engine.runner.kv_pool import KvPool
+from penstock.engine.runner.mixed_graphs import MixedGraphs
 from penstock.engine.runner.model_runner import ModelRunner
+from penstock.engine.runner.token_draw import TokenDraw
 from penstock.engine.sampling.drawer import make_drawer
 from penstock.engine.sampling.row_parameters import RowParameters
 from penstock.engine.sampling.sampler import Sampler
@@ -131,14 +133,25 @@ def _make_runner(config: EngineConfig, spec: ModelSpec, model: Decoder) -> Model
     attention = BACKENDS.load(config.attention_backend)(attention_layers(spec), pool.layers)
     rows = BatchRows(config.max_running, config.max_context_tokens, config.block_tokens, device)
     parameters = RowParameters(config.max_running, spec.vocab_size, device)
-    graphs = None
+    graphs = mixed_graphs = None
     if device.type == "cuda":
-        graphs = DecodeGraphs(model, attention, rows, parameters, config.max_running)
+        draw = TokenDraw(rows, parameters, config.max_running)
+        graphs = DecodeGraphs(model, attention, rows, draw, config.max_running)
         graphs.capture()
+        if attention.captures_prompts:
+            mixed_graphs = MixedGraphs(
+                model,
+                attention,
+                rows,
+                draw,
+                graphs,
+                max_running=config.max_running,
+                max_step_tokens=config.max_step_tokens,
+            )
     # Each running request may draw one token, and one more for each of its guesses.
     max_draws = config.max_running * (1 + (config.draft_tokens if config.speculative != "none" else 0))
     sampler = Sampler(parameters, spec.eos_token_ids, make_drawer(max_draws, device))
-    return ModelRunner(model, attention, pool, rows, parameters, sampler, graphs, threads=config.threads)
+    return ModelRunner(model, attention, pool, rows, parameters, sampler, graphs, mixed_graphs, threads=config.threads)
 
 
 def _warm_up(engine: Engine) -> None:

@@ -11,6 +11,7 @@ from penstock.config import gather
 from penstock.engine.builder import build_engine
 from penstock.engine.engine import Engine
 from penstock.engine.messages import Submit
+from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.timeline import Timeline
 from penstock.models.store import ModelFiles
 from penstock.request import SamplingParams
@@ -32,12 +33,20 @@ PROMPTS = [[5, 9, 2], [7] * 20, [3, 1, 4, 1, 5, 9, 2, 6], [11, 12], [90, 80, 70,
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     folder: Path = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    files = ModelFiles("tiny", "folder", folder, folder / "config.json", load_format="dummy")
-    options = gather({"device": DEVICE, "precision": "exact", "kv_memory": "4MiB", "max_running": 8}, environ={})
-    return build_engine(options, files, Timeline(time.monotonic())).engine
+    return ModelFiles("tiny", "folder", folder, folder / "config.json", load_format="dummy")
+
+
+def make_engine(files: ModelFiles, **options: object) -> Engine:
+    given = {"device": DEVICE, "precision": "exact", "kv_memory": "4MiB", "max_running": 8, **options}
+    return build_engine(gather(given, environ={}), files, Timeline(time.monotonic())).engine
+
+
+@pytest.fixture(scope="module")
+def engine(files: ModelFiles) -> Engine:
+    return make_engine(files)
 
 
 def answers(engine: Engine, prompts: list[list[int]], **params: float) -> list[list[int]]:
@@ -68,3 +77,26 @@ def test_a_row_draws_with_its_own_seed_and_temperature(engine: Engine) -> None:
     assert len({tuple(tokens) for tokens in same}) == 3
     greedy = answers(engine, [PROMPTS[0]] * 3, temperature=0.0)
     assert len({tuple(tokens) for tokens in greedy}) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_captured_steps_with_prompts_draw_what_plain_ones_draw(files: ModelFiles, temperature: float) -> None:
+    # Without the cache every round runs the same steps: as they are, then captured, then replayed.
+    engine = make_engine(files, prefix_cache=False, max_step_tokens=16)
+    runner = engine.runner
+    assert isinstance(runner, ModelRunner)
+    captured, runner._mixed_graphs = runner._mixed_graphs, None
+    plain = answers(engine, PROMPTS, temperature=temperature)
+    runner._mixed_graphs = captured
+    for _ in range(3):
+        assert answers(engine, PROMPTS, temperature=temperature) == plain
+    assert answers(engine, PROMPTS, temperature=temperature, logprobs=1) == plain
+
+
+def test_every_token_is_the_same_when_blocks_run_out(files: ModelFiles) -> None:
+    roomy = answers(make_engine(files), PROMPTS * 3, temperature=0.0)
+    tight = make_engine(files, kv_memory="40KiB")
+    tight.scheduler._mean_output_tokens = 0.0  # so that more are let in than can end
+    assert answers(tight, PROMPTS * 3, temperature=0.0) == roomy
+    assert tight.metrics.num_preemptions > 0
+    assert tight.scheduler.cache.pool.num_held == 0

@@ -18,6 +18,8 @@ from penstock.engine.runner.cuda_graphs import DecodeGraphs
 from penstock.engine.runner.interface import LaunchedStep, Runner, StepFailed
 from penstock.engine.runner.kv_pool import KvPool
 from penstock.engine.runner.layout import Layout, plain_decode
+from penstock.engine.runner.mixed_graphs import MixedGraphs
+from penstock.engine.runner.token_draw import DrawOutcome
 from penstock.engine.runner.transfer import to_device, to_host
 from penstock.engine.sampling.row_parameters import RowParameters
 from penstock.engine.sampling.sampler import Sampled, Sampler
@@ -90,6 +92,7 @@ class ModelRunner(Runner):
         parameters: RowParameters,
         sampler: Sampler,
         graphs: DecodeGraphs | None = None,
+        mixed_graphs: MixedGraphs | None = None,
         *,
         threads: int,
     ) -> None:
@@ -100,6 +103,7 @@ class ModelRunner(Runner):
         self._parameters = parameters
         self._sampler = sampler
         self._graphs = graphs
+        self._mixed_graphs = mixed_graphs
         self._thread = None
         if rows.device.type == "cpu":
             self._thread = ThreadPoolExecutor(1, "penstock-step", torch.set_num_threads, (threads,))
@@ -142,6 +146,8 @@ class ModelRunner(Runner):
         if decode is not None:
             return Pending(plan, self._decode(*decode), {}, started)
         layout = Layout.of(plan.slices)
+        if self._mixed_graphs is not None and self._mixed_graphs.fits(layout) and not self._scores_prompts(plan):
+            return Pending(plan, self._mixed(self._mixed_graphs, layout), {}, started)
         hidden = self._forward(layout)
         prompt_logprobs = self._prompt_logprobs(plan, layout, hidden)
         if len(layout.sampled) < len(hidden):
@@ -155,11 +161,23 @@ class ModelRunner(Runner):
     def _decode(self, rows: np.ndarray, positions: np.ndarray) -> Sampled:
         """Run one token of each row in a captured step, which also draws the next."""
         assert self._graphs is not None
-        outcome = self._graphs.run(rows, positions)
+        return self._finish_draw(self._graphs.run(rows, positions), rows, positions)
+
+    def _mixed(self, graphs: MixedGraphs, layout: Layout) -> Sampled | None:
+        """Run any slices in captured steps."""
+        outcome = graphs.run(layout)
+        if outcome is None:
+            return None
+        return self._finish_draw(outcome, layout.rows[layout.sampled], layout.positions[layout.sampled])
+
+    def _finish_draw(self, outcome: DrawOutcome, rows: np.ndarray, positions: np.ndarray) -> Sampled:
         if self._parameters.is_plain[rows].all():
             return outcome.to_host()
         # Some rows ask for more than a plain draw: draw again, over what the graph wrote.
         return self._sample(outcome.logits, rows, positions + 1)
+
+    def _scores_prompts(self, plan: StepPlan) -> bool:
+        return any(self._parameters.params[piece.row].prompt_logprobs for piece in plan.slices)
 
     def _sample(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Sampled:
         """Draw the tokens at these positions and write them to their rows."""

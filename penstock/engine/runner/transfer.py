@@ -41,6 +41,7 @@ class StagingRing:
     """Pinned memory used in turn, so that a copy never reads what a later step has written."""
 
     def __init__(self, size: int) -> None:
+        """`size`: how many int64 a slot holds."""
         tensors = [torch.zeros(size, dtype=torch.int64, pin_memory=True) for _ in range(_NUM_SLOTS)]
         self._slots = [StagingSlot(tensor, tensor.numpy()) for tensor in tensors]
         self._next = 0

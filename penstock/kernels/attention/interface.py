@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,6 +49,10 @@ class AttentionStep:
     # On CUDA the lengths are on the device as well, so that a captured graph reads the current ones.
     lens: Tensor | None = None  # [slices] int32: context_lens
     starts: Tensor | None = None  # [slices + 1] int32: query_starts
+    # A step captured for any mix of slices has what `plan` said of the current one on the device. Then every slice
+    # counts as a decode and the lists above are the most there can be; the last `num_spare` tokens may be nobody's.
+    plan: Tensor | None = None  # [plan_size] int32
+    num_spare: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,7 @@ class AttentionBackend(ABC):
     """
 
     supports: ClassVar[Capability]
+    captures_prompts: ClassVar[bool] = False  # whether a step with prompts can be captured, which takes the plan below
 
     def __init__(self, layers: list[LayerAttention], kv_pool: list[Tensor]) -> None:
         self.layers = layers
@@ -76,6 +82,22 @@ class AttentionBackend(ABC):
     @abstractmethod
     def prepare(self, step: AttentionStep) -> None:
         """Build per-step metadata once, before any layer runs."""
+
+    def plan_size(self, num_tokens: int, num_slices: int) -> int:
+        """How long the plan of a captured step is that holds at most so many tokens and slices."""
+        return 0
+
+    def plan(
+        self,
+        num_decodes: int,
+        query_starts: np.ndarray,
+        context_lens: np.ndarray,
+        *,
+        num_tokens: int,
+        num_slices: int,
+    ) -> np.ndarray:
+        """Return what a captured step needs to know of its slices beside their lengths. [plan_size] int32."""
+        return np.zeros(0, np.int32)
 
     @abstractmethod
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:

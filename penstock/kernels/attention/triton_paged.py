@@ -2,11 +2,13 @@
 
 A step is cut in two: slices of one token run the decode kernel, the others the prefill kernel. `prepare` of a step that
 has no prefill neither waits for the device nor copies to it, so such a step can be captured in a CUDA graph once it has
-run outside of one. Knows tensors, blocks and lengths.
+run outside of one. So can a step with prefill whose tiles come with it as a plan: both kernels are launched for as many
+slices and tiles as there may be, and programs that find no work exit. Knows tensors, blocks and lengths.
 """
 
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ class TritonPagedAttention(AttentionBackend):
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         head_dims=frozenset({16, 32, 64, 80, 96, 128, 256}),
     )
+    captures_prompts: ClassVar[bool] = True
 
     def __init__(self, layers: list[LayerAttention], kv_pool: list[Tensor]) -> None:
         super().__init__(layers, kv_pool)
@@ -36,9 +39,54 @@ class TritonPagedAttention(AttentionBackend):
         assert step.lens is not None and step.starts is not None
         self._step = step
         self._lens, self._starts = step.lens, step.starts
+        self._decode_lens = step.lens
         if step.num_decodes:
             self._splits = self._split(step)
         self._tiles: dict[int, Tensor] = {}
+        if step.plan is not None:
+            self._read_plan(step.plan, step.num_decodes, num_tokens=len(step.slots))
+
+    def plan_size(self, num_tokens: int, num_slices: int) -> int:
+        return num_slices + sum(2 * _most_tiles(num_tokens, num_slices, size) for size in self._tile_sizes())
+
+    def plan(
+        self,
+        num_decodes: int,
+        query_starts: np.ndarray,
+        context_lens: np.ndarray,
+        *,
+        num_tokens: int,
+        num_slices: int,
+    ) -> np.ndarray:
+        from penstock.kernels.triton.paged_prefill import NO_TILE, list_tiles
+
+        # First the lengths of the decodes, zero for all other slices; then the tiles, for every size that is used.
+        numbers = np.zeros(self.plan_size(num_tokens, num_slices), np.int32)
+        numbers[:num_decodes] = context_lens[:num_decodes]
+        begin = num_slices
+        for size in self._tile_sizes():
+            tiles = list_tiles(query_starts[num_decodes:], context_lens[num_decodes:], size)
+            tiles[:, 0] += num_decodes
+            end = begin + 2 * _most_tiles(num_tokens, num_slices, size)
+            numbers[begin : begin + tiles.size] = tiles.reshape(-1)
+            numbers[begin + tiles.size : end] = NO_TILE
+            begin = end
+        return numbers
+
+    def _read_plan(self, plan: Tensor, num_slices: int, num_tokens: int) -> None:
+        self._decode_lens = plan[:num_slices]
+        begin = num_slices
+        for size in self._tile_sizes():
+            end = begin + 2 * _most_tiles(num_tokens, num_slices, size)
+            self._tiles[size] = plan[begin:end].view(-1, 2)
+            begin = end
+
+    def _tile_sizes(self) -> list[int]:
+        """In tokens, of all layers."""
+        from penstock.kernels.triton.paged_prefill import prefill_tile
+
+        dtype = self.kv_pool[0].dtype
+        return sorted({prefill_tile(layer, dtype).tokens(layer) for layer in set(self.layers)})
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         keys, values = self.kv_pool[layer].flatten(1, 2)  # [slots, kv_heads, head_dim] each
@@ -68,18 +116,20 @@ class TritonPagedAttention(AttentionBackend):
         num_decodes = step.num_decodes
         num_tokens = q.shape[0]
         out = q.new_empty(num_tokens, shape.num_heads * shape.head_dim)
+        if step.num_spare:
+            out[num_tokens - step.num_spare :].zero_()
         if num_decodes:
             paged_decode(
                 q[:num_decodes],
                 self.kv_pool[layer],
                 step.block_tables,
-                self._lens,
+                self._decode_lens,
                 out[:num_decodes],
                 shape,
                 self._splits,
                 self._workspaces[-1],
             )
-        if num_decodes < num_tokens:
+        if num_decodes < num_tokens or step.plan is not None:
             self._prefill(q, out, layer)
         return out
 
@@ -114,3 +164,8 @@ class TritonPagedAttention(AttentionBackend):
         listed = torch.from_numpy(tiles)
         device = step.block_tables.device
         return listed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else listed
+
+
+def _most_tiles(num_tokens: int, num_slices: int, tile_tokens: int) -> int:
+    """Of a step: each slice may end with a tile that is not full."""
+    return num_tokens // tile_tokens + num_slices

@@ -274,6 +274,8 @@ def _decode_kernel(
     piece = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     context = tl.load(lens_ptr + piece)
+    if context == 0:
+        return
     first = tl.maximum(context - window, 0)
     span = context - first
     parts = tl.maximum(tl.minimum(tl.cdiv(span, min_split_tokens), splits), 1)
@@ -299,8 +301,7 @@ def _decode_kernel(
         cap,
         KEY_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_TOKENS, SOFTCAP, ROWS, DIMS, TILE, PRECISION,
     )  # fmt: skip
-    # A slice without context (a padded row of a captured batch) gives zeros.
-    output = output / tl.where(total > 0.0, total, 1.0)[:, None]
+    output = output / total[:, None]
     place = piece * KEY_HEADS + key_head
     out_ptr += place * (GROUP * HEAD_DIM)
     if parts == 1:
@@ -334,7 +335,8 @@ def paged_decode(
     """Attend with one token per slice and write `out`.
 
     q: [slices, query heads, head_dim], tokens may be further apart; pool: [2, blocks, block_tokens, key heads,
-    head_dim]; block_tables: [slices, blocks] int32; lens: [slices] int32; out: [slices, query heads * head_dim].
+    head_dim]; block_tables: [slices, blocks] int32; lens: [slices] int32, where 0 leaves the slice's rows of `out` as
+    they are; out: [slices, query heads * head_dim].
     """
     num_slices, num_heads, head_dim = q.shape
     _, _, block_tokens, num_kv_heads, _ = pool.shape

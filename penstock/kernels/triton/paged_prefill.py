@@ -3,7 +3,8 @@
 A program takes one tile of a slice's query tokens with all query heads of one key-value head, and walks over the keys
 those tokens may see. Packing the heads of a group into one tile keeps it short in tokens, so little is computed that
 the causal mask throws away, and a handful of tokens (a short suffix, drafts to verify) still fills it. Which tiles
-there are is a list from the host: a step with prefill is not captured. Knows tensors, blocks and lengths.
+there are is a list from the host; a captured launch has room for the longest and skips what is not filled. Knows
+tensors, blocks and lengths.
 """
 # mypy: allow-untyped-defs, allow-untyped-decorators
 
@@ -20,6 +21,9 @@ from torch import Tensor
 from penstock.kernels.attention.interface import LayerAttention
 from penstock.kernels.triton.paged_decode import NO_WINDOW, soft_cap
 from penstock.kernels.triton.sizes import power_of_2
+
+# Stands in the list of tiles for none.
+NO_TILE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,9 @@ def prefill_tile(layer: LayerAttention, dtype: torch.dtype) -> PrefillTile:
     return PrefillTile(power_of_2(group), shape.keys, shape.num_warps, shape.num_stages)
 
 
-def list_tiles(query_starts: Sequence[int], context_lens: Sequence[int], tile_tokens: int) -> np.ndarray:
+def list_tiles(
+    query_starts: Sequence[int] | np.ndarray, context_lens: Sequence[int] | np.ndarray, tile_tokens: int
+) -> np.ndarray:
     """Return [tiles, 2] int32: a slice and the first of its query tokens; the tiles with most keys to see come first.
 
     `query_starts` has one entry more than there are slices.
@@ -160,6 +166,8 @@ def _prefill_kernel(
     key_head = tl.program_id(0)
     tile_ptr = tiles_ptr + 2 * tl.program_id(1)
     piece = tl.load(tile_ptr).to(tl.int64)
+    if piece < 0:
+        return
     first = tl.load(tile_ptr + 1)
     query_begin = tl.load(starts_ptr + piece)
     num_queries = tl.load(starts_ptr + piece + 1) - query_begin

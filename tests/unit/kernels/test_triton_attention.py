@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tests.triton_device import DEVICE, DTYPES, TOLERANCE, relative_error  # isort: skip
 
-from penstock.kernels.attention.interface import HeadNorm, LayerAttention
+from penstock.kernels.attention.interface import AttentionStep, HeadNorm, LayerAttention
 from penstock.kernels.attention.reference import ReferenceAttention
 from penstock.kernels.attention.triton_paged import TritonPagedAttention
 from penstock.kernels.triton.paged_decode import DecodeTile, DecodeWorkspace, Splits, choose_splits, paged_decode
@@ -100,12 +102,59 @@ def test_parts_of_a_context_are_merged(count: int) -> None:
     assert not workspace.arrivals.any()
 
 
-def test_a_padded_row_gives_zeros() -> None:
+def test_a_slice_without_context_is_left_alone() -> None:
     batch = PagedBatch.random([1, 1], [20, 5], LAYER, dtype=torch.float32, device=DEVICE)
-    assert batch.step.lens is not None
-    batch.step.lens[1] = 0
-    batch.step.slots[1] = batch.step.slots[0]
-    assert not triton(batch, LAYER)[1].any()
+    out = torch.full((2, LAYER.num_heads * LAYER.head_dim), 7.0, device=DEVICE)
+    splits = Splits(2, 16)
+    lens = torch.tensor([20, 0], dtype=torch.int32, device=DEVICE)
+    workspace = DecodeWorkspace.of(2, splits, LAYER, out.device)
+    pool = torch.nan_to_num(batch.pool)
+    paged_decode(batch.q, pool, batch.step.block_tables, lens, out, LAYER, splits, workspace)
+    assert torch.isfinite(out).all() and (out[1] == 7.0).all() and not (out[0] == 7.0).any()
+    assert not workspace.arrivals.any()
+
+
+def planned(batch: PagedBatch, layer: LayerAttention, *, num_tokens: int, num_slices: int) -> PagedBatch:
+    """The same step as a graph would see it: room for more tokens and slices, filled with what belongs to nobody."""
+    backend = TritonPagedAttention([layer], [batch.pool])
+    step = batch.step
+    plan = backend.plan(
+        step.num_decodes,
+        np.array(step.query_starts),
+        np.array(step.context_lens),
+        num_tokens=num_tokens,
+        num_slices=num_slices,
+    )
+    more_slices, spare = num_slices - len(step.context_lens), num_tokens - len(batch.q)
+    assert step.lens is not None and step.starts is not None
+    wide = AttentionStep(
+        num_decodes=num_slices,
+        query_starts=list(range(num_slices + 1)),
+        context_lens=[100] * num_slices,
+        slots=functional.pad(step.slots, (0, spare)),  # block 0 belongs to nobody
+        block_tables=functional.pad(step.block_tables, (0, 0, 0, more_slices)),
+        lens=functional.pad(step.lens, (0, more_slices)),
+        starts=functional.pad(step.starts, (0, more_slices), value=len(batch.q)),
+        plan=torch.from_numpy(plan).to(DEVICE),
+        num_spare=spare,
+    )
+    tensors = (functional.pad(tensor, (0, 0, 0, 0, 0, spare)) for tensor in (batch.q, batch.k, batch.v))
+    return PagedBatch(wide, batch.pool, *tensors)
+
+
+@pytest.mark.parametrize("layer", [LAYER, replace(LAYER, window=20), replace(LAYER, num_heads=14)])
+@pytest.mark.parametrize(
+    ("queries", "contexts"),
+    [([1, 1, 5, 40], [33, 7, 130, 40]), ([9, 33], [9, 90]), ([1, 1, 1], [1, 50, 90]), ([1, 60], [200, 60])],
+)
+def test_a_planned_step_gives_what_the_plain_one_gives(
+    queries: list[int], contexts: list[int], layer: LayerAttention
+) -> None:
+    batch = PagedBatch.random(queries, contexts, layer, dtype=torch.float32, device=DEVICE)
+    expected = triton(batch, layer)
+    found = triton(planned(batch, layer, num_tokens=80, num_slices=6), layer)
+    torch.testing.assert_close(found[: len(expected)], expected)
+    assert not found[len(expected) :].any()
 
 
 @pytest.mark.parametrize("with_norm", [False, True])

@@ -1,0 +1,183 @@
+"""Steps that hold prompts as captured graphs, over a ladder of token counts.
+
+Two graphs make a step: the forward pass of so many tokens, and the draw for so many rows. Either runs as it is the
+first time its size is wanted, which readies its kernels, and is captured the second time, so that a server starts
+without them. Tokens of a step that are nobody's belong to the scratch row. Knows layouts and rows, not plans.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.runner.batch_rows import BatchRows
+from penstock.engine.runner.cuda_graphs import DecodeGraphs, batch_sizes, capture
+from penstock.engine.runner.layout import Layout
+from penstock.engine.runner.token_draw import DrawOutcome, TokenDraw
+from penstock.engine.runner.transfer import StagingRing
+from penstock.kernels.attention.interface import AttentionBackend, AttentionStep
+from penstock.models.decoder import Decoder
+
+
+def token_counts(most: int) -> list[int]:
+    """The ladder: coarse where tokens cost nothing beside the weights, then in steps of at most a sixteenth."""
+    ladder = [32, 64, 96, 128, 192, *range(256, 1024, 64), *range(1024, 4096, 128), *range(4096, most, 256)]
+    return [count for count in ladder if count < most] + [most]
+
+
+class _Sizes:
+    """What was captured, by size."""
+
+    def __init__(self, graphs: DecodeGraphs) -> None:
+        self._stream, self._pool = graphs.stream, graphs.pool
+        self._seen: dict[int, tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
+
+    def run(self, size: int, body: Callable[[int], Tensor]) -> Tensor:
+        """Run a body of this size, in the way that is due. Returns what it returned, valid until the next one."""
+        if size not in self._seen:
+            self._seen[size] = None
+            return body(size)
+        entry = self._seen[size]
+        if entry is None:
+            entry = self._seen[size] = capture(lambda: body(size), self._stream, self._pool)
+        graph, output = entry
+        graph.replay()
+        return output
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where a step's numbers are in the memory that is shipped to the device, for one count of tokens."""
+
+    num_tokens: int
+    max_slices: int
+    plan_size: int
+
+    def split(self, numbers: Tensor) -> tuple[Tensor, ...]:
+        """Return views: rows, positions, slice rows (int64); lengths, starts, plan (int32)."""
+        tokens, slices = self.num_tokens, self.max_slices
+        wide = 2 * tokens + slices
+        rows, positions, slice_rows = numbers[:wide].split((tokens, tokens, slices))
+        narrow = numbers[wide : self.size].view(torch.int32)
+        lens, starts, plan = narrow[: 2 * slices + 1 + self.plan_size].split((slices, slices + 1, self.plan_size))
+        return rows, positions, slice_rows, lens, starts, plan
+
+    @property
+    def size(self) -> int:
+        """In int64."""
+        return 2 * self.num_tokens + self.max_slices + -(-(2 * self.max_slices + 1 + self.plan_size) // 2)
+
+
+class MixedGraphs:
+    """Captured steps of any slices, with at most one draw for each."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        attention: AttentionBackend,
+        rows: BatchRows,
+        draw: TokenDraw,
+        graphs: DecodeGraphs,
+        *,
+        max_running: int,
+        max_step_tokens: int,
+    ) -> None:
+        assert attention.captures_prompts
+        self._model = model
+        self._attention = attention
+        self._rows = rows
+        self._draw = draw
+        self._max_draws = max_running
+        self._counts = token_counts(max_step_tokens)
+        self._sizes = batch_sizes(max_running)
+        largest = max(self._places(count).size for count in self._counts)
+        # The states to draw from, the rows and positions of the draws; then what depends on the count of tokens.
+        self._front = 3 * max_running
+        self._inputs = torch.zeros(self._front + largest, dtype=torch.int64, device=rows.device)
+        self._staging = StagingRing(self._front + largest)
+        self._states = torch.zeros(max_running, model.spec.hidden_size, dtype=model.dtype, device=rows.device)
+        self._forwards = _Sizes(graphs)
+        self._draws = _Sizes(graphs)
+
+    def fits(self, layout: Layout) -> bool:
+        return len(layout.rows) <= self._counts[-1] and len(layout.sampled) <= len(layout.slice_rows)
+
+    def run(self, layout: Layout) -> DrawOutcome | None:
+        """Run a step and draw for every row that is due, writing each token to its row. None: no row was."""
+        count = next(count for count in self._counts if count >= len(layout.rows))
+        self._stage(layout, count)
+        self._forwards.run(count, self._forward)
+        num_draws = len(layout.sampled)
+        if num_draws == 0:
+            return None
+        size = next(size for size in self._sizes if size >= num_draws)
+        return self._draw.outcome(self._draws.run(size, self._draw_rows), num_draws)
+
+    def _places(self, count: int) -> _Places:
+        slices = min(self._max_draws, count)
+        return _Places(count, slices, self._attention.plan_size(count, slices))
+
+    def _stage(self, layout: Layout, count: int) -> None:
+        """Ship a step's numbers in one copy."""
+        places = self._places(count)
+        end = self._front + places.size
+        with self._staging.slot() as staged:
+            self._fill_front(staged.values, layout)
+            views = places.split(staged.tensor[self._front : end])
+            rows, positions, slice_rows, lens, starts, plan = (view.numpy() for view in views)
+            num_tokens, num_slices = len(layout.rows), len(layout.slice_rows)
+            rows[:num_tokens], rows[num_tokens:] = layout.rows, self._rows.scratch_row
+            positions[:num_tokens], positions[num_tokens:] = layout.positions, 0
+            slice_rows[:num_slices], slice_rows[num_slices:] = layout.slice_rows, self._rows.scratch_row
+            lens[:num_slices], lens[num_slices:] = layout.context_lens, 0
+            starts[: num_slices + 1], starts[num_slices + 1 :] = layout.query_starts, num_tokens
+            plan[:] = self._attention.plan(
+                layout.num_decodes,
+                layout.query_starts,
+                layout.context_lens,
+                num_tokens=count,
+                num_slices=places.max_slices,
+            )
+            self._inputs[:end].copy_(staged.tensor[:end], non_blocking=True)
+
+    def _fill_front(self, values: np.ndarray, layout: Layout) -> None:
+        states, rows, positions = values[: self._front].reshape(3, self._max_draws)
+        num_draws = len(layout.sampled)
+        states[:num_draws], states[num_draws:] = layout.sampled, 0
+        rows[:num_draws], rows[num_draws:] = layout.rows[layout.sampled], self._rows.scratch_row
+        positions[:num_draws], positions[num_draws:] = layout.positions[layout.sampled], 0
+
+    def _forward(self, count: int) -> Tensor:
+        """A captured body: everything it reads is in persistent tensors, and so is what it leaves."""
+        places = self._places(count)
+        rows, positions, slice_rows, lens, starts, plan = places.split(
+            self._inputs[self._front : self._front + places.size]
+        )
+        inputs = self._draw.gather(rows, positions)
+        slices = places.max_slices
+        smaller = max((other for other in self._counts if other < count), default=0)
+        self._attention.prepare(
+            AttentionStep(
+                num_decodes=slices,
+                query_starts=list(range(slices + 1)),
+                context_lens=[self._rows.width - 1] * slices,
+                slots=inputs.slots,
+                block_tables=self._rows.tables.index_select(0, slice_rows),
+                lens=lens,
+                starts=starts,
+                plan=plan,
+                num_spare=count - smaller,
+            )
+        )
+        hidden = self._model.forward(inputs.token_ids, positions, self._attention)
+        return torch.index_select(hidden, 0, self._inputs[: self._max_draws], out=self._states)
+
+    def _draw_rows(self, size: int) -> Tensor:
+        """A captured body: logits of the states that are due, and their draws."""
+        begin = self._max_draws
+        rows, positions = self._inputs[begin : begin + size], self._inputs[2 * begin : 2 * begin + size]
+        logits = self._model.logits(self._states[:size])
+        self._draw.draw(logits, self._draw.gather(rows, positions))
+        return logits
