@@ -91,9 +91,9 @@ class Int8Gemm:
     def multiply(self, x: Tensor) -> Tensor:
         """x: float32 [rows, in], contiguous -> [rows, out]."""
         if self._kept is not None and x.shape[0] <= MAX_KEPT_ROWS:
-            steps, origins, levels = round_rows(x, lowest_level=0)
+            steps, origins, levels = _rounded(x, lowest_level=0)
             return self._kept.multiply(levels).addcmul_(origins, self._sum).mul_(steps).mul_(self._scales)
-        steps, origins, levels = round_rows(x.view(x.shape[0], len(self._repacked), -1), lowest_level=-_LEVELS)
+        steps, origins, levels = _rounded(x.view(x.shape[0], len(self._repacked), -1), lowest_level=-_LEVELS)
         pieces = levels.transpose(0, 1).to(torch.int8, memory_format=torch.contiguous_format)
         y: Tensor | None = None
         for number, product in enumerate(self._repacked):
@@ -128,7 +128,7 @@ def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     return weight.div(scales.unsqueeze(1)).round_().to(torch.int8), scales
 
 
-def round_rows(x: Tensor, *, lowest_level: int) -> tuple[Tensor, Tensor, Tensor]:
+def _rounded(x: Tensor, *, lowest_level: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return step and origin [..., 1] and levels [..., columns], with x close to step * (origin + level).
 
     Levels are whole numbers from `lowest_level` to 254 above it. So is an origin, whatever its sign, which makes zero

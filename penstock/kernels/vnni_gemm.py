@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from penstock import machine
-from penstock.kernels.quant_gemm import round_rows, round_weight
+from penstock.kernels.quant_gemm import round_weight
 
 _ENGINE = "fbgemm"
+_LEVELS = 253  # one less at either end than the kernel has, for numbers that it has yet to round
+_TINY = 1e-30  # keeps rows of equal numbers from dividing by zero
 
 
 @cache
@@ -30,7 +32,8 @@ class VnniGemm:
     """Weights of 8 bits with one scale per row of the matrix.
 
     The kernel rounds what it is given to 256 levels between its least and its largest number. Two more columns, whose
-    weights are zero, make it take levels that were found row by row as they are.
+    weights are zero, hold 0 and 255: then it takes levels that were found row by row as they are. Each operation costs
+    more than its arithmetic here, so there are as few as possible.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -40,7 +43,7 @@ class VnniGemm:
         self._sums = levels.sum(dim=1, dtype=torch.float32) * scales  # [out]
         self._kernel = torch.ops.quantized.linear_dynamic.default._op
         self._packed = _pack(torch.nn.functional.pad(levels, (0, 2)), scales)
-        self._ends = torch.tensor([0.0, 255.0])
+        self._levels = _room_for_levels(2, self.in_features)
 
     def multiply(self, x: Tensor) -> Tensor:
         """x: float32 [rows, in], contiguous -> [rows, out]."""
@@ -49,13 +52,27 @@ class VnniGemm:
         if num_rows == 1:  # the kernel's own range is the row's
             y = self._kernel(torch.constant_pad_nd(x, (0, 2)), self._packed, False)
             return y
-        steps, origins, levels = round_rows(x, lowest_level=0)
-        y = self._kernel(torch.cat((levels, self._ends.expand(num_rows, 2)), dim=1), self._packed, False)
-        return y.addcmul_(origins, self._sums).mul_(steps)
+        low, high = torch.aminmax(x, dim=1, keepdim=True)
+        steps = torch.sub(high, low).mul_(1 / _LEVELS).add_(_TINY)
+        inverse = steps.reciprocal()
+        # A whole number, so that zero is a level: most activations are close to it.
+        shifts = torch.rsub(torch.mul(low, inverse).round_(), 1.0)
+        if num_rows > len(self._levels):
+            self._levels = _room_for_levels(num_rows, self.in_features)
+        levels = self._levels[:num_rows]
+        torch.addcmul(shifts, x, inverse, out=levels[:, : self.in_features])
+        y = self._kernel(levels, self._packed, False)
+        return y.addcmul_(shifts, self._sums, value=-1.0).mul_(steps)
 
     @property
     def num_bytes(self) -> int:
         return self.out_features * (self.in_features + 2) + self._sums.nbytes
+
+
+def _room_for_levels(num_rows: int, in_features: int) -> Tensor:
+    room = torch.zeros(num_rows, in_features + 2)
+    room[:, -1] = 255.0
+    return room
 
 
 def _pack(levels: Tensor, scales: Tensor) -> torch.ScriptObject:

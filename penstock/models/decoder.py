@@ -103,11 +103,11 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [n, hidden] of `forward` -> [n, vocab] in the model's dtype; float32 where they are capped."""
-        logits = self.lm_head.apply(self.final_norm.apply(hidden))
+        """hidden: [n, hidden] of `forward` -> [n, vocab], float32: half a type's spacing decides between tokens."""
+        logits = self.lm_head.apply_wide(self.final_norm.apply(hidden))
         logits = all_gather(logits, self.head_group)
         cap = self.spec.logit_softcap
-        return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def attention_layers(spec: ModelSpec, group: Group = SINGLE) -> list[LayerAttention]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from penstock.models.loader import load_model
 from penstock.models.registry import spec_for
@@ -37,3 +38,22 @@ def test_float32_gives_the_logits_of_the_cpu(name: str, chunk: int | None, tmp_p
     decoder = load_model(files, spec_for(files), device=torch.device("cuda"), dtype=torch.float32, precision="float32")
     found = PagedDecoder(decoder, backend=TritonPagedAttention, device="cuda").run("a", prompt, chunk)
     torch.testing.assert_close(found.cpu(), expected, atol=1e-3, rtol=0.0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16_logits_are_within_a_hundredth_of_float32(name: str, tmp_path: Path) -> None:
+    make_reference(MODELS[name][0], tmp_path, **MODELS[name][1])
+    files = folder_files(tmp_path)
+    prompt = random_tokens(27)
+    # Weights that bfloat16 holds exactly, as checkpoints have them: what differs is the arithmetic.
+    for tensor in tmp_path.glob("*.safetensors"):
+        weights = {key: value.bfloat16().float() for key, value in load_file(tensor).items()}
+        save_file(weights, tensor, metadata={"format": "pt"})
+    expected = PagedDecoder(load_exact(files)).run("a", prompt)
+    decoder = load_model(
+        files, spec_for(files), device=torch.device("cuda"), dtype=torch.bfloat16, precision="bfloat16"
+    )
+    found = PagedDecoder(decoder, backend=TritonPagedAttention, device="cuda").run("a", prompt).double().cpu()
+    error = float((found - expected.double()).norm() / expected.double().norm())
+    print(f"{name}: relative error of the logits {error:.4f}")
+    assert error <= 1e-2

@@ -1,12 +1,13 @@
 """Steps that hold prompts as captured graphs, over a ladder of token counts.
 
-Two graphs make a step: the forward pass of so many tokens, and the draw for so many rows. Either runs as it is the
-first time its size is wanted, which readies its kernels, and is captured the second time, so that a server starts
-without them. Tokens of a step that are nobody's belong to the scratch row. Knows layouts and rows, not plans.
+Two graphs make a step: the forward pass of so many tokens in so many slices, and the draw for so many rows. Either
+runs as it is the first time its size is wanted, which readies its kernels, and is captured the second time, so that a
+server starts without them. Tokens of a step that are nobody's belong to the scratch row. Knows layouts and rows.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +21,11 @@ from penstock.engine.runner.transfer import StagingRing
 from penstock.kernels.attention.interface import AttentionBackend, AttentionStep
 from penstock.models.decoder import Decoder
 
+Size = TypeVar("Size")
+
+# A step is captured for so many slices: programs of the attention kernels that find no slice cost little, not nothing.
+_SLICE_COUNTS = (8, 32, 64, 128, 192, 256, 512, 1024, 2048)
+
 
 def token_counts(most: int) -> list[int]:
     """The ladder: coarse where tokens cost nothing beside the weights, then in steps of at most a sixteenth."""
@@ -27,14 +33,14 @@ def token_counts(most: int) -> list[int]:
     return [count for count in ladder if count < most] + [most]
 
 
-class _Sizes:
+class _Captured(Generic[Size]):
     """What was captured, by size."""
 
     def __init__(self, graphs: DecodeGraphs) -> None:
         self._stream, self._pool = graphs.stream, graphs.pool
-        self._seen: dict[int, tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
+        self._seen: dict[Size, tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
 
-    def run(self, size: int, body: Callable[[int], Tensor]) -> Tensor:
+    def run(self, size: Size, body: Callable[[Size], Tensor]) -> Tensor:
         """Run a body of this size, in the way that is due. Returns what it returned, valid until the next one."""
         if size not in self._seen:
             self._seen[size] = None
@@ -49,11 +55,11 @@ class _Sizes:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where a step's numbers are in the memory that is shipped to the device, for one count of tokens."""
+    """A size of step: where its numbers are in the memory that is shipped to the device."""
 
     num_tokens: int
     max_slices: int
-    plan_size: int
+    plan_size: int  # of the attention's
 
     def split(self, numbers: Tensor) -> tuple[Tensor, ...]:
         """Return views: rows, positions, slice rows (int64); lengths, starts, plan (int32)."""
@@ -90,38 +96,41 @@ class MixedGraphs:
         self._rows = rows
         self._draw = draw
         self._max_draws = max_running
-        self._counts = token_counts(max_step_tokens)
-        self._sizes = batch_sizes(max_running)
-        largest = max(self._places(count).size for count in self._counts)
+        self._token_counts = token_counts(max_step_tokens)
+        self._slice_counts = [count for count in _SLICE_COUNTS if count < max_running] + [max_running]
+        self._draw_counts = batch_sizes(max_running)
+        largest = self._places(max_step_tokens, max_running).size
         # The states to draw from, the rows and positions of the draws; then what depends on the count of tokens.
         self._front = 3 * max_running
         self._inputs = torch.zeros(self._front + largest, dtype=torch.int64, device=rows.device)
         self._staging = StagingRing(self._front + largest)
         self._states = torch.zeros(max_running, model.spec.hidden_size, dtype=model.dtype, device=rows.device)
-        self._forwards = _Sizes(graphs)
-        self._draws = _Sizes(graphs)
+        self._forwards: _Captured[_Places] = _Captured(graphs)
+        self._draws: _Captured[int] = _Captured(graphs)
 
     def fits(self, layout: Layout) -> bool:
-        return len(layout.rows) <= self._counts[-1] and len(layout.sampled) <= len(layout.slice_rows)
+        return len(layout.rows) <= self._token_counts[-1] and len(layout.sampled) <= len(layout.slice_rows)
 
     def run(self, layout: Layout) -> DrawOutcome | None:
         """Run a step and draw for every row that is due, writing each token to its row. None: no row was."""
-        count = next(count for count in self._counts if count >= len(layout.rows))
-        self._stage(layout, count)
-        self._forwards.run(count, self._forward)
+        places = self._places(
+            next(count for count in self._token_counts if count >= len(layout.rows)),
+            next(count for count in self._slice_counts if count >= len(layout.slice_rows)),
+        )
+        self._stage(layout, places)
+        self._forwards.run(places, self._forward)
         num_draws = len(layout.sampled)
         if num_draws == 0:
             return None
-        size = next(size for size in self._sizes if size >= num_draws)
+        size = next(count for count in self._draw_counts if count >= num_draws)
         return self._draw.outcome(self._draws.run(size, self._draw_rows), num_draws)
 
-    def _places(self, count: int) -> _Places:
-        slices = min(self._max_draws, count)
-        return _Places(count, slices, self._attention.plan_size(count, slices))
+    def _places(self, num_tokens: int, num_slices: int) -> _Places:
+        num_slices = min(num_slices, num_tokens)
+        return _Places(num_tokens, num_slices, self._attention.plan_size(num_tokens, num_slices))
 
-    def _stage(self, layout: Layout, count: int) -> None:
+    def _stage(self, layout: Layout, places: _Places) -> None:
         """Ship a step's numbers in one copy."""
-        places = self._places(count)
         end = self._front + places.size
         with self._staging.slot() as staged:
             self._fill_front(staged.values, layout)
@@ -137,7 +146,7 @@ class MixedGraphs:
                 layout.num_decodes,
                 layout.query_starts,
                 layout.context_lens,
-                num_tokens=count,
+                num_tokens=places.num_tokens,
                 num_slices=places.max_slices,
             )
             self._inputs[:end].copy_(staged.tensor[:end], non_blocking=True)
@@ -149,15 +158,13 @@ class MixedGraphs:
         rows[:num_draws], rows[num_draws:] = layout.rows[layout.sampled], self._rows.scratch_row
         positions[:num_draws], positions[num_draws:] = layout.positions[layout.sampled], 0
 
-    def _forward(self, count: int) -> Tensor:
+    def _forward(self, places: _Places) -> Tensor:
         """A captured body: everything it reads is in persistent tensors, and so is what it leaves."""
-        places = self._places(count)
         rows, positions, slice_rows, lens, starts, plan = places.split(
             self._inputs[self._front : self._front + places.size]
         )
         inputs = self._draw.gather(rows, positions)
         slices = places.max_slices
-        smaller = max((other for other in self._counts if other < count), default=0)
         self._attention.prepare(
             AttentionStep(
                 num_decodes=slices,
@@ -168,7 +175,6 @@ class MixedGraphs:
                 lens=lens,
                 starts=starts,
                 plan=plan,
-                num_spare=count - smaller,
             )
         )
         hidden = self._model.forward(inputs.token_ids, positions, self._attention)

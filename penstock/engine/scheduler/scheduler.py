@@ -156,7 +156,7 @@ class Scheduler:
         if self.metrics.num_preemptions == num_preemptions:
             self._admit(plan, budget)
         if plan.has_work:
-            plan.slices.sort(key=_needs_many_tokens)
+            plan.slices.sort(key=_place_in_plan)
             plan.tier_copies = self.cache.take_copies()
             self._launched.append(plan)
             self._next_step += 1
@@ -459,5 +459,6 @@ def _rank(request: RequestState) -> tuple[int, float, int]:
     return (-request.priority, request.arrival, request.number)
 
 
-def _needs_many_tokens(piece: RowSlice) -> bool:
-    return piece.num_tokens > 1
+def _place_in_plan(piece: RowSlice) -> int:
+    """Slices of one token come first, the longest context ahead: on a GPU the last to start should be short."""
+    return 1 if piece.num_tokens > 1 else -piece.start

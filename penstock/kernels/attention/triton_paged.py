@@ -6,6 +6,7 @@ run outside of one. So can a step with prefill whose tiles come with it as a pla
 slices and tiles as there may be, and programs that find no work exit. Knows tensors, blocks and lengths.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -34,6 +35,7 @@ class TritonPagedAttention(AttentionBackend):
         # The widest layer's. A workspace that became too small stays: a captured graph may still use it.
         self._largest = max(layers, key=lambda layer: layer.num_heads * layer.head_dim)
         self._workspaces: list[DecodeWorkspace] = []
+        self._side_stream = torch.cuda.Stream() if is_cuda else None
 
     def prepare(self, step: AttentionStep) -> None:
         assert step.lens is not None and step.starts is not None
@@ -43,6 +45,7 @@ class TritonPagedAttention(AttentionBackend):
         if step.num_decodes:
             self._splits = self._split(step)
         self._tiles: dict[int, Tensor] = {}
+        self._side = self._side_stream if step.plan is not None else None
         if step.plan is not None:
             self._read_plan(step.plan, step.num_decodes, num_tokens=len(step.slots))
 
@@ -58,7 +61,7 @@ class TritonPagedAttention(AttentionBackend):
         num_tokens: int,
         num_slices: int,
     ) -> np.ndarray:
-        from penstock.kernels.triton.paged_prefill import NO_TILE, list_tiles
+        from penstock.kernels.triton.paged_prefill import NO_TILE, SPARE_TILE, list_tiles
 
         # First the lengths of the decodes, zero for all other slices; then the tiles, for every size that is used.
         numbers = np.zeros(self.plan_size(num_tokens, num_slices), np.int32)
@@ -67,6 +70,8 @@ class TritonPagedAttention(AttentionBackend):
         for size in self._tile_sizes():
             tiles = list_tiles(query_starts[num_decodes:], context_lens[num_decodes:], size)
             tiles[:, 0] += num_decodes
+            spare = np.arange(query_starts[-1], num_tokens, size, dtype=np.int32)
+            tiles = np.concatenate([tiles, np.stack([np.full_like(spare, SPARE_TILE), spare], axis=1)])
             end = begin + 2 * _most_tiles(num_tokens, num_slices, size)
             numbers[begin : begin + tiles.size] = tiles.reshape(-1)
             numbers[begin + tiles.size : end] = NO_TILE
@@ -116,22 +121,30 @@ class TritonPagedAttention(AttentionBackend):
         num_decodes = step.num_decodes
         num_tokens = q.shape[0]
         out = q.new_empty(num_tokens, shape.num_heads * shape.head_dim)
-        if step.num_spare:
-            out[num_tokens - step.num_spare :].zero_()
         if num_decodes:
-            paged_decode(
-                q[:num_decodes],
-                self.kv_pool[layer],
-                step.block_tables,
-                self._decode_lens,
-                out[:num_decodes],
-                shape,
-                self._splits,
-                self._workspaces[-1],
-            )
+            with self._beside_prefill():
+                paged_decode(
+                    q[:num_decodes],
+                    self.kv_pool[layer],
+                    step.block_tables,
+                    self._decode_lens,
+                    out[:num_decodes],
+                    shape,
+                    self._splits,
+                    self._workspaces[-1],
+                )
         if num_decodes < num_tokens or step.plan is not None:
             self._prefill(q, out, layer)
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
         return out
+
+    def _beside_prefill(self) -> AbstractContextManager[object]:
+        """Launch in the side stream where there is one: neither kernel alone fills the device."""
+        if self._side is None:
+            return nullcontext()
+        self._side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._side)
 
     def _prefill(self, q: Tensor, out: Tensor, layer: int) -> None:
         from penstock.kernels.triton.paged_prefill import paged_prefill, prefill_tile
@@ -167,5 +180,5 @@ class TritonPagedAttention(AttentionBackend):
 
 
 def _most_tiles(num_tokens: int, num_slices: int, tile_tokens: int) -> int:
-    """Of a step: each slice may end with a tile that is not full."""
-    return num_tokens // tile_tokens + num_slices
+    """Of a step: each slice, and the rows that are nobody's, may end with a tile that is not full."""
+    return num_tokens // tile_tokens + num_slices + 1

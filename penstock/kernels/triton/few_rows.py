@@ -127,12 +127,12 @@ class FewRowsProduct:
         # Zero between launches: whoever adds up resets it.
         self._arrivals = torch.zeros(num_bands, dtype=torch.int32, device=weight.device)
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T. x: [rows, depth], at most MAX_ROWS -> [rows, width]."""
+    def multiply(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return x @ weight.T in the given dtype, or x's. x: [rows, depth], at most MAX_ROWS -> [rows, width]."""
         num_rows, depth = x.shape
         width, band = self._weight.shape[0], self._band
         assert num_rows <= MAX_ROWS and x.is_contiguous()
-        out = x.new_empty(num_rows, width)
+        out = x.new_empty(num_rows, width, dtype=dtype)
         if num_rows:
             _few_rows_kernel[(width // band.rows, band.parts)](
                 x,

@@ -22,8 +22,9 @@ from penstock.kernels.attention.interface import LayerAttention
 from penstock.kernels.triton.paged_decode import NO_WINDOW, soft_cap
 from penstock.kernels.triton.sizes import power_of_2
 
-# Stands in the list of tiles for none.
-NO_TILE = -1
+# What stands in the list of tiles instead of a slice: nothing to do, or rows of the output that are nobody's, to be
+# filled with zeros from the token that follows.
+NO_TILE, SPARE_TILE = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +135,30 @@ def _walk_keys(
     return output, sums, highest
 
 
+@triton.jit
+def _clear_rows(
+    out_ptr,
+    first,
+    num_tokens,
+    key_head,
+    GROUP: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """Write zeros to a tile of the output."""
+    row = tl.arange(0, ROWS)
+    token = first + row // GROUP
+    dim = tl.arange(0, DIMS)
+    filled = ((row < ROWS // GROUP * GROUP) & (token < num_tokens))[:, None] & (dim < HEAD_DIM)[None, :]
+    in_head = ((key_head * GROUP + row % GROUP) * HEAD_DIM)[:, None] + dim[None, :]
+    at = out_ptr + token.to(tl.int64)[:, None] * (KEY_HEADS * GROUP * HEAD_DIM) + in_head
+    tl.store(at, tl.zeros([ROWS, DIMS], out_ptr.dtype.element_ty), mask=filled)
+
+
 @triton.jit(
-    do_not_specialize=["window", "table_stride"],
+    do_not_specialize=["window", "table_stride", "num_tokens"],
     do_not_specialize_on_alignment=["lens_ptr", "starts_ptr", "tables_ptr", "tiles_ptr"],
 )
 def _prefill_kernel(
@@ -152,6 +175,7 @@ def _prefill_kernel(
     q_stride,
     table_stride,
     value_offset,
+    num_tokens,
     GROUP: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -162,13 +186,16 @@ def _prefill_kernel(
     DIMS: tl.constexpr,
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
+    SPARE: tl.constexpr,
 ):
     key_head = tl.program_id(0)
     tile_ptr = tiles_ptr + 2 * tl.program_id(1)
     piece = tl.load(tile_ptr).to(tl.int64)
-    if piece < 0:
-        return
     first = tl.load(tile_ptr + 1)
+    if piece < 0:
+        if piece == SPARE:
+            _clear_rows(out_ptr, first, num_tokens, key_head, GROUP, KEY_HEADS, HEAD_DIM, ROWS, DIMS)
+        return
     query_begin = tl.load(starts_ptr + piece)
     num_queries = tl.load(starts_ptr + piece + 1) - query_begin
     cached = tl.load(lens_ptr + piece) - num_queries  # tokens before the slice's first query
@@ -246,6 +273,7 @@ def paged_prefill(
         q.stride(0),
         block_tables.stride(0),
         pool.stride(0),
+        q.shape[0],
         GROUP=num_heads // num_kv_heads,
         KEY_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -256,6 +284,7 @@ def paged_prefill(
         DIMS=power_of_2(head_dim),
         TILE=tile.keys,
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
+        SPARE=SPARE_TILE,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -16,3 +16,8 @@ class Linear:
     def apply(self, x: Tensor) -> Tensor:
         """x: [tokens, in_features] -> [tokens, out_features]."""
         return self.weight.apply(x, self.bias)
+
+    def apply_wide(self, x: Tensor) -> Tensor:
+        """As `apply`, in float32."""
+        y = self.weight.apply_wide(x)
+        return y if self.bias is None else y.add_(self.bias)

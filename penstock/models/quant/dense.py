@@ -34,6 +34,13 @@ class DenseWeight(LinearWeight):
             return self._few_rows.multiply(x)
         return functional.linear(x, self.weight, bias)
 
+    def apply_wide(self, x: Tensor) -> Tensor:
+        if not x.is_cuda or x.dtype == torch.float32:
+            return self.apply(x).float()
+        if self._few_rows is not None and x.shape[0] <= _FEW_ROWS:
+            return self._few_rows.multiply(x, torch.float32)
+        return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+
     @property
     def num_bytes(self) -> int:
         return self.weight.numel() * self.weight.element_size()

@@ -23,6 +23,10 @@ class LinearWeight(ABC):
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ W.T + bias. x: [tokens, in_features] -> [tokens, out_features]."""
 
+    def apply_wide(self, x: Tensor) -> Tensor:
+        """Return x @ W.T in float32, without rounding it to the activations' type first where that can be had."""
+        return self.apply(x).float()
+
     @property
     @abstractmethod
     def num_bytes(self) -> int:

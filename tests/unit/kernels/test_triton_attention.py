@@ -136,7 +136,6 @@ def planned(batch: PagedBatch, layer: LayerAttention, *, num_tokens: int, num_sl
         lens=functional.pad(step.lens, (0, more_slices)),
         starts=functional.pad(step.starts, (0, more_slices), value=len(batch.q)),
         plan=torch.from_numpy(plan).to(DEVICE),
-        num_spare=spare,
     )
     tensors = (functional.pad(tensor, (0, 0, 0, 0, 0, spare)) for tensor in (batch.q, batch.k, batch.v))
     return PagedBatch(wide, batch.pool, *tensors)
