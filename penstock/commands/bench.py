@@ -187,6 +187,20 @@ def offline(
 
 
 @app.command()
+@takes_options(*options_of("model", "device", "memory", "scheduler"))
+def profile(
+    sourced: Sourced,
+    *,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the profile")],
+    commit: Annotated[str, typer.Option(help="The commit to name in it")] = "",
+) -> int:
+    """Time an engine's steps: the profile that --device simulated and `penstock simulate` follow."""
+    from penstock.commands import profile
+
+    return profile.run(sourced, out, commit)
+
+
+@app.command()
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A.json", help="A report of `penstock bench --json`")],
     second: Annotated[Path, typer.Argument(metavar="B.json", help="Another, of the same workloads")],

@@ -60,6 +60,20 @@ def resolve(sourced: Sourced, spec: ModelSpec, facts: DeviceFacts) -> tuple[Engi
     return _Resolver(sourced, spec, facts).run()
 
 
+def kv_token_bytes(spec: ModelSpec, dtype: str) -> int:
+    """Memory that one token takes in the KV cache."""
+    return spec.num_layers * 2 * spec.kv_size * _ITEM_BYTES[dtype]
+
+
+def weight_bytes(spec: ModelSpec, precision: str, dtype: str) -> int:
+    """Memory that the weights will take, at most."""
+    dense = spec.num_parameters * _ITEM_BYTES[dtype]
+    if precision != "auto" or not spec.stored_bytes:
+        return dense
+    # A quantised matrix may be kept in a second form for many rows; neither is as large as a dense one.
+    return min(dense, 3 * spec.stored_bytes)
+
+
 class _Resolver:
     """Holds what the choices depend on while they are made, in order."""
 
@@ -172,9 +186,8 @@ class _Resolver:
         return self._choose("max_step_tokens", given, automatic, why)
 
     def _block_bytes(self, dtype: str) -> int:
-        if self.facts.kv_token_bytes is not None:
-            return self.options.block_tokens * self.facts.kv_token_bytes
-        return self.spec.num_layers * 2 * self.options.block_tokens * self.spec.kv_size * _ITEM_BYTES[dtype]
+        simulated = self.facts.kv_token_bytes
+        return self.options.block_tokens * (kv_token_bytes(self.spec, dtype) if simulated is None else simulated)
 
     def _num_blocks(self, dtype: str, max_running: int, context: int) -> int:
         """Blocks that the memory for KV holds, but no more than the running requests could ever fill."""
@@ -208,14 +221,8 @@ class _Resolver:
         return num_blocks + 1
 
     def _weight_bytes(self, dtype: str) -> int:
-        """Memory that the weights will take, at most."""
-        if self.facts.weight_bytes is not None:
-            return self.facts.weight_bytes
-        dense = self.spec.num_parameters * _ITEM_BYTES[dtype]
-        if self.options.precision != "auto" or not self.spec.stored_bytes:
-            return dense
-        # A quantised matrix may be kept in a second form for many rows; neither is as large as a dense one.
-        return min(dense, 3 * self.spec.stored_bytes)
+        simulated = self.facts.weight_bytes
+        return weight_bytes(self.spec, self.options.precision, dtype) if simulated is None else simulated
 
     def _fit_context(self, wanted: int, num_blocks: int) -> int:
         """The longest context that one request may have, once the blocks are counted."""

@@ -12,7 +12,7 @@ COMMANDS = ["serve", "pull", "models", "chat", "generate", "explain", "doctor", 
 # Commands for those who develop or operate; like the groups, their flags are their own.
 TOOLS = ["simulate"]
 # Groups of commands for those who develop or operate; their flags are their own.
-GROUPS = {"bench": ["serve", "offline", "compare"]}
+GROUPS = {"bench": ["serve", "offline", "profile", "compare"]}
 
 OPTIONS = [
     "model",
@@ -112,6 +112,7 @@ BENCH_FLAGS = {
         "--ignore-eos",
         "--json",
     ],
+    "profile": ["--out", "--commit"],
     "compare": [],
 }
 MAX_FLAGS = 40

@@ -49,7 +49,8 @@ class SimulatedRunner(Runner):
         cost = cost_of(self._profile, plan)
         results = self._run(plan)
         self._sleep_until(launched_at + cost.launch)
-        self._free_at = max(self._free_at, self._timing.now()) + cost.run
+        # The device begins with what the host has queued so far, but cannot end before the host has queued it all.
+        self._free_at = max(max(self._free_at, launched_at) + cost.run, self._timing.now())
         return _SimulatedStep(self, StepResult(plan.number, results, self._free_at - launched_at), self._free_at)
 
     def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
