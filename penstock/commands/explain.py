@@ -1,4 +1,4 @@
-"""`penstock explain`: every option as `serve` would use it, and why. Asks the device, which may load torch; no weights."""
+"""`penstock explain`: every option as `serve` would use it, and why. Asks the device; loads no weights."""
 
 import dataclasses
 import json

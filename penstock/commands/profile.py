@@ -43,11 +43,10 @@ def run(sourced: Sourced, out: Path, commit: str) -> int:
     found = measure(stopwatch, _subject(built, files, facts, commit), say)
     runner.close()
     write_profile(found, out)
-    assert found.fit is not None
-    is_good = found.fit.median_error <= MAX_MEDIAN_ERROR
-    line = (
-        f"median error {found.fit.median_error:.1%}, p90 {found.fit.p90_error:.1%} on {found.fit.num_steps} other steps"
-    )
+    fit = found.fit
+    assert fit is not None
+    is_good = fit.median_error <= MAX_MEDIAN_ERROR
+    line = f"median error {fit.median_error:.1%}, p90 {fit.p90_error:.1%} on {fit.num_steps} other steps"
     console.print(Text(f"{line}; {MAX_MEDIAN_ERROR:.0%} is the limit", style="green" if is_good else "red"))
     return 0 if is_good else 1
 

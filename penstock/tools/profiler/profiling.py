@@ -12,11 +12,11 @@ import msgspec
 from penstock.engine.config import EngineConfig
 from penstock.engine.simulated.profile import HostCost, Profile
 from penstock.tools.profiler.fit import estimated_ms, fit_decode, fit_mixed, judge
-from penstock.tools.profiler.steps import Limits, TimedStep, decode_steps, random_steps, mixed_steps, token_knots
+from penstock.tools.profiler.steps import Limits, TimedStep, decode_steps, mixed_steps, random_steps, token_knots
 from penstock.tools.profiler.stopwatch import Stopwatch, Timed
 
 MAX_MEDIAN_ERROR = 0.05
-_NUM_HELD_OUT = 40
+_NUM_HELD_OUT = 30
 _LONGEST_CONTEXT = {"cuda": 8192, "cpu": 1024}
 # Without a host tier to time: what a block's bytes take over PCIe.
 _TIER_BYTES_PER_MS = 20e6

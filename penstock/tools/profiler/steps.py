@@ -16,7 +16,7 @@ _TOKENS = (
     2048, 2176, 2560, 3072, 4096, 5120, 6144, 8192, 12288, 16384,
 )  # fmt: skip
 _CONTEXTS = (64, 640, 2048, 5120)
-_NUM_RANDOM = 40
+_NUM_RANDOM = 30
 
 
 @dataclass(frozen=True, slots=True)

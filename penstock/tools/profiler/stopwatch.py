@@ -17,7 +17,7 @@ from penstock.engine.scheduler.step_plan import BlockAssignment, RowSlice, RowSt
 from penstock.request import SamplingParams
 from penstock.tools.profiler.steps import TimedStep
 
-_WARM_UP_STEPS = 2
+_WARM_UP_STEPS = 1
 _LEAST_STEPS, _MOST_STEPS = 3, 12
 _ENOUGH_SECONDS = 0.4  # once a step has had the least number of runs
 _COPIED_BLOCKS = 16
