@@ -23,7 +23,11 @@ def small_profile(**changes: Any) -> Profile:
             base_ms=Curve(at=(1, 2, 8), values=(10, 20, 20)), context_ms=Curve(at=(1,), values=(1,)), graph_sizes=(1, 8)
         ),
         "mixed": MixedCost(
-            base_ms=Curve(at=(2, 1000), values=(2, 1000)), pair_ms=0, context_ms=0, slice_ms=0, row_ms=0
+            base_ms=Curve(at=(2, 1000), values=(2, 1000)),
+            pair_ms=0,
+            context_ms=0,
+            slice_ms=0,
+            draw_ms=Curve(at=(1,), values=(0,)),
         ),
         "host": HostCost(decode_launch_ms=0, mixed_launch_ms=0, arrival_ms=0, delivery_ms=0),
         "tier_block_ms": 5,

@@ -64,7 +64,7 @@ class MixedCost(_Part, frozen=True, kw_only=True):
     pair_ms: float  # for each million pairs of a token and one that it looks back at, in slices of several tokens
     context_ms: float  # for each thousand tokens of context of the slices of one token
     slice_ms: float  # for each slice of several tokens
-    row_ms: float  # for each token drawn
+    draw_ms: Curve  # over tokens drawn: what more than one of them add
 
 
 class HostCost(_Part, frozen=True, kw_only=True):
@@ -121,7 +121,7 @@ class Profile(_Part, frozen=True, kw_only=True):
                 pair_ms=mixed.pair_ms * factor,
                 context_ms=mixed.context_ms * factor,
                 slice_ms=mixed.slice_ms * factor,
-                row_ms=mixed.row_ms * factor,
+                draw_ms=mixed.draw_ms.scaled(factor),
             ),
             host=HostCost(
                 decode_launch_ms=host.decode_launch_ms * factor,

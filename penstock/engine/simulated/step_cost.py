@@ -59,7 +59,7 @@ def step_ms(profile: Profile, shape: StepShape) -> float:
         + mixed.pair_ms * shape.pairs / 1e6
         + mixed.context_ms * shape.single_context / 1e3
         + mixed.slice_ms * shape.num_slices
-        + mixed.row_ms * shape.num_draws
+        + mixed.draw_ms(shape.num_draws)
     )
 
 

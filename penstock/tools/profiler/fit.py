@@ -14,6 +14,9 @@ from penstock.engine.simulated.profile import Curve, DecodeCost, FitQuality, Mix
 from penstock.engine.simulated.step_cost import StepShape, shape_of, step_ms
 from penstock.tools.profiler.stopwatch import Timed
 
+# Draws are a small part of a step, so every third number of rows is knot enough.
+_DRAW_KNOTS_EVERY = 3
+
 
 def fit_decode(timed: Sequence[Timed], graph_sizes: Sequence[int]) -> DecodeCost:
     """Fit a line over the context for each number of rows."""
@@ -33,20 +36,25 @@ def fit_decode(timed: Sequence[Timed], graph_sizes: Sequence[int]) -> DecodeCost
     return DecodeCost(base_ms=_curve(rows, base), context_ms=_curve(rows, slopes), graph_sizes=tuple(graph_sizes))
 
 
-def fit_mixed(timed: Sequence[Timed], knots: Sequence[int]) -> MixedCost:
-    """Fit values at the knots of a step's tokens, and what attention, slices and draws add."""
+def fit_mixed(timed: Sequence[Timed], token_knots: Sequence[int], row_knots: Sequence[int]) -> MixedCost:
+    """Fit values at the knots of a step's tokens and draws, and what attention and slices add."""
     shapes = [shape_of(item.step.slices) for item in timed]
-    table = np.array([[*_hats(knots, shape.num_tokens), *_extras(shape)] for shape in shapes])
-    used = [index for index in range(len(knots)) if table[:, index].any()]
-    columns = [*used, *range(len(knots), table.shape[1])]
-    weights = _solve(table[:, columns], np.array([item.ms for item in timed]))
-    pair_ms, context_ms, slice_ms, row_ms = (_rounded(value) for value in weights[len(used) :])
+    draw_knots = [1, *row_knots[_DRAW_KNOTS_EVERY::_DRAW_KNOTS_EVERY]]
+    sizes = np.array([_hats(token_knots, shape.num_tokens) for shape in shapes])
+    # What one draw costs is part of the base.
+    drawn = np.array([_hats(draw_knots, max(1, shape.num_draws))[1:] for shape in shapes])
+    others = np.array([_extras(shape) for shape in shapes])
+    seen_sizes, seen_draws = _seen(sizes), _seen(drawn)
+    table = np.hstack([sizes[:, seen_sizes], drawn[:, seen_draws], others])
+    weights = _solve(table, np.array([item.ms for item in timed]))
+    pair_ms, context_ms, slice_ms = (_rounded(value) for value in weights[-others.shape[1] :])
+    draw_ms = [0.0, *weights[len(seen_sizes) : -others.shape[1]]]
     return MixedCost(
-        base_ms=_curve([float(knots[index]) for index in used], weights[: len(used)]),
+        base_ms=_curve([float(token_knots[index]) for index in seen_sizes], weights[: len(seen_sizes)]),
         pair_ms=pair_ms,
         context_ms=context_ms,
         slice_ms=slice_ms,
-        row_ms=row_ms,
+        draw_ms=_curve([1.0, *(float(draw_knots[index + 1]) for index in seen_draws)], draw_ms),
     )
 
 
@@ -76,8 +84,13 @@ def _hats(knots: Sequence[int], place: int) -> list[float]:
     return shares
 
 
+def _seen(table: np.ndarray) -> list[int]:
+    """The columns that any step says something about."""
+    return [index for index in range(table.shape[1]) if table[:, index].any()]
+
+
 def _extras(shape: StepShape) -> tuple[float, ...]:
-    return shape.pairs / 1e6, shape.single_context / 1e3, float(shape.num_slices), float(shape.num_draws)
+    return shape.pairs / 1e6, shape.single_context / 1e3, float(shape.num_slices)
 
 
 def _solve(table: np.ndarray, values: np.ndarray) -> list[float]:

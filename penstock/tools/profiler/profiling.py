@@ -12,7 +12,15 @@ import msgspec
 from penstock.engine.config import EngineConfig
 from penstock.engine.simulated.profile import HostCost, Profile
 from penstock.tools.profiler.fit import estimated_ms, fit_decode, fit_mixed, judge
-from penstock.tools.profiler.steps import Limits, TimedStep, decode_steps, mixed_steps, random_steps, token_knots
+from penstock.tools.profiler.steps import (
+    Limits,
+    TimedStep,
+    decode_steps,
+    mixed_steps,
+    random_steps,
+    row_knots,
+    token_knots,
+)
 from penstock.tools.profiler.stopwatch import Stopwatch, Timed
 
 MAX_MEDIAN_ERROR = 0.05
@@ -74,7 +82,7 @@ def measure(stopwatch: Stopwatch, subject: Subject, listen: Listener) -> Profile
         max_context_tokens=subject.config.max_context_tokens,
         dtype=subject.config.dtype,
         decode=fit_decode(decoded, subject.graph_sizes),
-        mixed=fit_mixed(mixed, token_knots(limits)),
+        mixed=fit_mixed(mixed, token_knots(limits), row_knots(limits)),
         host=HostCost(
             decode_launch_ms=round(median(item.launch_ms for item in decoded), 3),
             mixed_launch_ms=round(median(item.launch_ms for item in mixed), 3),

@@ -66,10 +66,14 @@ class Limits:
         )
 
 
+def row_knots(limits: Limits) -> list[int]:
+    """The numbers of rows between which a profile draws straight lines."""
+    return sorted({*_up_to(_ROWS, limits.max_rows), limits.max_rows})
+
+
 def decode_steps(limits: Limits) -> list[TimedStep]:
     """Rows × context."""
-    wanted = sorted({*_up_to(_ROWS, limits.max_rows), limits.max_rows})
-    steps = [TimedStep(_spread(context, rows)) for rows in wanted for context in _CONTEXTS]
+    steps = [TimedStep(_spread(context, rows)) for rows in row_knots(limits) for context in _CONTEXTS]
     return [step for step in steps if limits.allow(step)]
 
 
@@ -103,7 +107,8 @@ def _variants(tokens: int, limits: Limits) -> Iterator[TimedStep]:
     if tokens >= 4:
         yield TimedStep(pieces=_cut(tokens, min(4, tokens // 2)))
         yield TimedStep(pieces=((min(2048, limits.max_context // 2), tokens),))
-    for rows, context in ((limits.max_rows // 16, 640), (limits.max_rows // 4, 640), (limits.max_rows // 4, 2048)):
+    for share, context in ((16, 640), (4, 640), (2, 640), (4, 2048)):
+        rows = limits.max_rows // share
         if rows > 0 and tokens - rows > 1:
             yield TimedStep(_spread(min(context, limits.max_context // 2), rows), ((0, tokens - rows),))
 

@@ -22,7 +22,11 @@ DEVICE = small_profile(
         graph_sizes=(1, 2, 4, 8, 12, 16, 24, 32),
     ),
     mixed=MixedCost(
-        base_ms=Curve(at=(1, 64, 256), values=(8, 11, 40)), pair_ms=20.0, context_ms=0.3, slice_ms=0.5, row_ms=0.05
+        base_ms=Curve(at=(1, 64, 256), values=(8, 11, 40)),
+        pair_ms=20.0,
+        context_ms=0.3,
+        slice_ms=0.5,
+        draw_ms=Curve(at=(1, 8, 32), values=(0, 1, 2)),
     ),
 )
 
@@ -37,9 +41,7 @@ def profiled(profile: Profile, lines: list[str]) -> Profile:
     """Profile a simulated device in virtual time."""
     config, clock = config_of(profile), VirtualClock()
     runner = make_runner(profile, config, spec_of(profile), Timing(clock.now, clock.sleep))
-    stopwatch = Stopwatch(
-        runner, config, profile.vocab_size, max_context=limits_of(config).max_context, now=clock.now
-    )
+    stopwatch = Stopwatch(runner, config, profile.vocab_size, max_context=limits_of(config).max_context, now=clock.now)
     subject = Subject(
         device=profile.device,
         model=profile.model,
