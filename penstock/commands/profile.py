@@ -62,14 +62,22 @@ def _subject(built: BuiltEngine, files: ModelFiles, facts: engine_config.DeviceF
         weight_bytes=facts.weight_bytes or engine_config.weight_bytes(spec, config.precision, config.dtype),
         kv_token_bytes=facts.kv_token_bytes or engine_config.kv_token_bytes(spec, config.dtype),
         vocab_size=spec.vocab_size,
+        max_context_tokens=spec.max_position,
         config=config,
-        graph_sizes=_graph_sizes(config),
+        **_captured(config),
     )
 
 
-def _graph_sizes(config: engine_config.EngineConfig) -> tuple[int, ...]:
+def _captured(config: engine_config.EngineConfig) -> dict[str, tuple[int, ...]]:
+    """The sizes of the engine's graphs: a step costs what the smallest that holds it does."""
     if config.device != "cuda":
-        return ()
-    from penstock.engine.runner.cuda_graphs import batch_sizes  # loads torch, as the engine has by now
+        return {}
+    # These load torch, as the engine has by now.
+    from penstock.engine.runner.cuda_graphs import batch_sizes
+    from penstock.engine.runner.mixed_graphs import token_counts
+    from penstock.kernels.attention.registry import BACKENDS
 
-    return tuple(batch_sizes(config.max_running))
+    found = {"graph_sizes": tuple(batch_sizes(config.max_running))}
+    if BACKENDS.load(config.attention_backend).captures_prompts:
+        found["graph_tokens"] = tuple(token_counts(config.max_step_tokens))
+    return found

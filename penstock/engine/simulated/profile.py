@@ -65,6 +65,7 @@ class MixedCost(_Part, frozen=True, kw_only=True):
     context_ms: float  # for each thousand tokens of context of the slices of one token
     slice_ms: float  # for each slice of several tokens
     draw_ms: Curve  # over tokens drawn: what more than one of them add
+    graph_tokens: tuple[int, ...] = ()  # as `graph_sizes`, for all tokens of the step
 
 
 class HostCost(_Part, frozen=True, kw_only=True):
@@ -116,7 +117,8 @@ class Profile(_Part, frozen=True, kw_only=True):
             decode=msgspec.structs.replace(
                 decode, base_ms=decode.base_ms.scaled(factor), context_ms=decode.context_ms.scaled(factor)
             ),
-            mixed=MixedCost(
+            mixed=msgspec.structs.replace(
+                mixed,
                 base_ms=mixed.base_ms.scaled(factor),
                 pair_ms=mixed.pair_ms * factor,
                 context_ms=mixed.context_ms * factor,

@@ -51,11 +51,11 @@ def step_ms(profile: Profile, shape: StepShape) -> float:
     """Milliseconds on the device."""
     if shape.is_decode:
         decode = profile.decode
-        rows = _graph_size(decode.graph_sizes, shape.num_singles)
+        rows = captured_size(decode.graph_sizes, shape.num_singles)
         return decode.base_ms(rows) + decode.context_ms(shape.num_singles) * shape.single_context / 1e3
     mixed = profile.mixed
     return (
-        mixed.base_ms(shape.num_tokens)
+        mixed.base_ms(captured_size(mixed.graph_tokens, shape.num_tokens))
         + mixed.pair_ms * shape.pairs / 1e6
         + mixed.context_ms * shape.single_context / 1e3
         + mixed.slice_ms * shape.num_slices
@@ -71,7 +71,7 @@ def cost_of(profile: Profile, plan: StepPlan) -> StepCost:
     return StepCost(launch_ms / 1e3, run_ms / 1e3)
 
 
-def _graph_size(sizes: Sequence[int], count: int) -> int:
-    """The smallest captured size that holds so many rows."""
+def captured_size(sizes: Sequence[int], count: int) -> int:
+    """The smallest captured size that holds so many; the number itself where nothing is captured."""
     index = bisect_left(sizes, count)
     return sizes[index] if index < len(sizes) else count

@@ -11,14 +11,15 @@ from statistics import median
 import numpy as np
 
 from penstock.engine.simulated.profile import Curve, DecodeCost, FitQuality, MixedCost, Profile
-from penstock.engine.simulated.step_cost import StepShape, shape_of, step_ms
+from penstock.engine.simulated.step_cost import StepShape, captured_size, shape_of, step_ms
+from penstock.tools.profiler.steps import Limits, row_knots, token_knots
 from penstock.tools.profiler.stopwatch import Timed
 
 # Draws are a small part of a step, so every third number of rows is knot enough.
 _DRAW_KNOTS_EVERY = 3
 
 
-def fit_decode(timed: Sequence[Timed], graph_sizes: Sequence[int]) -> DecodeCost:
+def fit_decode(timed: Sequence[Timed], limits: Limits) -> DecodeCost:
     """Fit a line over the context for each number of rows."""
     by_rows: dict[int, list[Timed]] = {}
     for item in timed:
@@ -33,14 +34,14 @@ def fit_decode(timed: Sequence[Timed], graph_sizes: Sequence[int]) -> DecodeCost
         # A single context tells nothing of how time grows with it: as for fewer rows.
         slopes.append(weights[1] if len(items) > 1 or not slopes else slopes[-1])
     rows = [float(count) for count in by_rows]
-    return DecodeCost(base_ms=_curve(rows, base), context_ms=_curve(rows, slopes), graph_sizes=tuple(graph_sizes))
+    return DecodeCost(base_ms=_curve(rows, base), context_ms=_curve(rows, slopes), graph_sizes=limits.graph_sizes)
 
 
-def fit_mixed(timed: Sequence[Timed], token_knots: Sequence[int], row_knots: Sequence[int]) -> MixedCost:
+def fit_mixed(timed: Sequence[Timed], limits: Limits) -> MixedCost:
     """Fit values at the knots of a step's tokens and draws, and what attention and slices add."""
     shapes = [shape_of(item.step.slices) for item in timed]
-    draw_knots = [1, *row_knots[_DRAW_KNOTS_EVERY::_DRAW_KNOTS_EVERY]]
-    sizes = np.array([_hats(token_knots, shape.num_tokens) for shape in shapes])
+    knots, draw_knots = token_knots(limits), [1, *row_knots(limits)[_DRAW_KNOTS_EVERY::_DRAW_KNOTS_EVERY]]
+    sizes = np.array([_hats(knots, captured_size(limits.graph_tokens, shape.num_tokens)) for shape in shapes])
     # What one draw costs is part of the base.
     drawn = np.array([_hats(draw_knots, max(1, shape.num_draws))[1:] for shape in shapes])
     others = np.array([_extras(shape) for shape in shapes])
@@ -50,11 +51,12 @@ def fit_mixed(timed: Sequence[Timed], token_knots: Sequence[int], row_knots: Seq
     pair_ms, context_ms, slice_ms = (_rounded(value) for value in weights[-others.shape[1] :])
     draw_ms = [0.0, *weights[len(seen_sizes) : -others.shape[1]]]
     return MixedCost(
-        base_ms=_curve([float(token_knots[index]) for index in seen_sizes], weights[: len(seen_sizes)]),
+        base_ms=_curve([float(knots[index]) for index in seen_sizes], weights[: len(seen_sizes)]),
         pair_ms=pair_ms,
         context_ms=context_ms,
         slice_ms=slice_ms,
         draw_ms=_curve([1.0, *(float(draw_knots[index + 1]) for index in seen_draws)], draw_ms),
+        graph_tokens=limits.graph_tokens,
     )
 
 

@@ -18,8 +18,6 @@ from penstock.tools.profiler.steps import (
     decode_steps,
     mixed_steps,
     random_steps,
-    row_knots,
-    token_knots,
 )
 from penstock.tools.profiler.stopwatch import Stopwatch, Timed
 
@@ -46,23 +44,31 @@ class Subject:
     weight_bytes: int
     kv_token_bytes: int
     vocab_size: int
+    max_context_tokens: int
     config: EngineConfig
-    graph_sizes: tuple[int, ...]
+    graph_sizes: tuple[int, ...] = ()
+    graph_tokens: tuple[int, ...] = ()
+
+    @property
+    def limits(self) -> Limits:
+        return limits_of(self.config, self.graph_sizes, self.graph_tokens)
 
 
-def limits_of(config: EngineConfig) -> Limits:
+def limits_of(config: EngineConfig, graph_sizes: tuple[int, ...] = (), graph_tokens: tuple[int, ...] = ()) -> Limits:
     cache_tokens = (config.num_blocks - 1) * config.block_tokens
     return Limits(
         max_rows=config.max_running,
         max_tokens=config.max_step_tokens,
         max_context=min(config.max_context_tokens, cache_tokens, _LONGEST_CONTEXT[config.device_kind]),
         cache_tokens=cache_tokens,
+        graph_sizes=graph_sizes,
+        graph_tokens=graph_tokens,
     )
 
 
 def measure(stopwatch: Stopwatch, subject: Subject, listen: Listener) -> Profile:
     """Time the grid and the held-out steps; return the profile with how well it fits."""
-    limits = limits_of(subject.config)
+    limits = subject.limits
     decoded = _time_all(stopwatch, decode_steps(limits), "decode", listen)
     mixed = _time_all(stopwatch, mixed_steps(limits), "mixed", listen)
     tier_block_ms = stopwatch.time_block_copy()
@@ -79,10 +85,10 @@ def measure(stopwatch: Stopwatch, subject: Subject, listen: Listener) -> Profile
         weight_bytes=subject.weight_bytes,
         kv_token_bytes=subject.kv_token_bytes,
         vocab_size=subject.vocab_size,
-        max_context_tokens=subject.config.max_context_tokens,
+        max_context_tokens=subject.max_context_tokens,
         dtype=subject.config.dtype,
-        decode=fit_decode(decoded, subject.graph_sizes),
-        mixed=fit_mixed(mixed, token_knots(limits), row_knots(limits)),
+        decode=fit_decode(decoded, limits),
+        mixed=fit_mixed(mixed, limits),
         host=HostCost(
             decode_launch_ms=round(median(item.launch_ms for item in decoded), 3),
             mixed_launch_ms=round(median(item.launch_ms for item in mixed), 3),

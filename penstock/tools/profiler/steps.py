@@ -8,15 +8,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.engine.scheduler.step_plan import RowSlice
+from penstock.engine.simulated.step_cost import captured_size
 
 # Dense where a step is short or common: a prompt of a round length beside some decoding rows is just above it.
 _ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512)
 _TOKENS = (
-    2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1088, 1152, 1280, 1536, 1792,
-    2048, 2176, 2560, 3072, 4096, 5120, 6144, 8192, 12288, 16384,
+    2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1152, 1280, 1536, 1792, 2048, 2176, 2560,
+    3072, 4096, 6144, 8192, 12288, 16384,
 )  # fmt: skip
 _CONTEXTS = (64, 640, 2048, 5120)
-_NUM_RANDOM = 30
+_NUM_RANDOM = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,14 @@ class TimedStep:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the engine allows."""
+    """What the engine allows, and the sizes that it has captured (empty: none)."""
 
     max_rows: int
     max_tokens: int
     max_context: int
     cache_tokens: int
+    graph_sizes: tuple[int, ...] = ()
+    graph_tokens: tuple[int, ...] = ()
 
     def allow(self, step: TimedStep) -> bool:
         rows = len(step.contexts) + len(step.pieces)
@@ -79,7 +82,8 @@ def decode_steps(limits: Limits) -> list[TimedStep]:
 
 def token_knots(limits: Limits) -> list[int]:
     """The sizes of a mixed step between which a profile draws straight lines."""
-    return sorted({*_up_to(_TOKENS, limits.max_tokens), limits.max_tokens})
+    wanted = [*_up_to(_TOKENS, limits.max_tokens), limits.max_tokens]
+    return sorted({captured_size(limits.graph_tokens, tokens) for tokens in wanted})
 
 
 def mixed_steps(limits: Limits) -> list[TimedStep]:
@@ -107,7 +111,8 @@ def _variants(tokens: int, limits: Limits) -> Iterator[TimedStep]:
     if tokens >= 4:
         yield TimedStep(pieces=_cut(tokens, min(4, tokens // 2)))
         yield TimedStep(pieces=((min(2048, limits.max_context // 2), tokens),))
-    for share, context in ((16, 640), (4, 640), (2, 640), (4, 2048)):
+    # Long steps take long to time, and rows beside them are a small part of them.
+    for share, context in ((16, 640), (4, 640), (2, 640), (4, 2048)) if tokens <= 2048 else ((4, 2048),):
         rows = limits.max_rows // share
         if rows > 0 and tokens - rows > 1:
             yield TimedStep(_spread(min(context, limits.max_context // 2), rows), ((0, tokens - rows),))

@@ -6,7 +6,6 @@ What the HTTP side would cost is a fixed time before and after, from the profile
 from penstock.engine.builder import assemble
 from penstock.engine.config import EngineConfig
 from penstock.engine.messages import Submit, TokenEvent
-from penstock.engine.metrics import EngineMetrics
 from penstock.engine.simulated.device import make_runner
 from penstock.engine.simulated.profile import Profile
 from penstock.engine.simulated.runner import Timing
@@ -30,10 +29,6 @@ class Replica:
     def num_open(self) -> int:
         """Requests that have not ended."""
         return len(self._engine.scheduler.requests)
-
-    @property
-    def metrics(self) -> EngineMetrics:
-        return self._engine.metrics
 
     def submit(self, submit: Submit, moment: float) -> list[TokenEvent]:
         """Take in a request that reaches the engine now; a refusal is its one event."""

@@ -1,5 +1,6 @@
 """What a step costs by a profile."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,13 @@ def test_a_decode_step_costs_what_the_captured_size_that_holds_it_does():
     assert step_ms(profile, shape_of(singles(1, 1000))) == pytest.approx(10 + 1)
     assert step_ms(profile, shape_of(singles(2, 1000))) == pytest.approx(20 + 2)
     assert step_ms(profile, shape_of(singles(5, 200))) == pytest.approx(20 + 1)
+
+
+def test_a_mixed_step_costs_what_the_captured_count_that_holds_it_does():
+    mixed = msgspec.structs.replace(small_profile().mixed, graph_tokens=(64, 256))
+    profile = small_profile(mixed=mixed)
+    for tokens, ms in ((2, 64), (64, 64), (65, 256), (300, 300)):
+        assert step_ms(profile, shape_of([RowSlice(0, 0, 0, tokens, 1)])) == pytest.approx(ms)
 
 
 def test_one_prompt_token_without_a_draw_is_no_decode_step():

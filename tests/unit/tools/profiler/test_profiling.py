@@ -27,6 +27,7 @@ DEVICE = small_profile(
         context_ms=0.3,
         slice_ms=0.5,
         draw_ms=Curve(at=(1, 8, 32), values=(0, 1, 2)),
+        graph_tokens=(32, 64, 128, 192, 256),
     ),
 )
 
@@ -51,8 +52,10 @@ def profiled(profile: Profile, lines: list[str]) -> Profile:
         weight_bytes=profile.weight_bytes,
         kv_token_bytes=profile.kv_token_bytes,
         vocab_size=profile.vocab_size,
+        max_context_tokens=profile.max_context_tokens,
         config=config,
         graph_sizes=profile.decode.graph_sizes,
+        graph_tokens=profile.mixed.graph_tokens,
     )
     return measure(stopwatch, subject, lines.append)
 
@@ -90,7 +93,7 @@ def test_a_device_that_no_profile_can_describe_is_told_apart():
     stopwatch = Stopwatch(runner, config, 97, max_context=512, now=lambda: clock.now() ** 1.5)
     subject = Subject(
         device="odd", model="odd", commit="", made_at="", memory_bytes=1, weight_bytes=1, kv_token_bytes=1,
-        vocab_size=97, config=config, graph_sizes=(),
+        vocab_size=97, max_context_tokens=512, config=config,
     )  # fmt: skip
     found = measure(stopwatch, subject, lambda line: None)
     assert found.fit is not None
