@@ -69,12 +69,13 @@ class MixedCost(_Part, frozen=True, kw_only=True):
 
 
 class HostCost(_Part, frozen=True, kw_only=True):
-    """What passes on the host around the steps. The last two are for virtual time only: a real server takes its own."""
+    """What passes on the host around the steps. The last three are for virtual time: a real server takes its own."""
 
     decode_launch_ms: float  # the host is busy so long with launching a step
     mixed_launch_ms: float
     arrival_ms: float  # from the client's sending to the engine
     delivery_ms: float  # from the engine to the client
+    event_ms: float = 0.0  # for each event of the same step that is delivered before
 
 
 class FitQuality(_Part, frozen=True, kw_only=True):
@@ -130,6 +131,7 @@ class Profile(_Part, frozen=True, kw_only=True):
                 mixed_launch_ms=host.mixed_launch_ms * factor,
                 arrival_ms=host.arrival_ms * factor,
                 delivery_ms=host.delivery_ms * factor,
+                event_ms=host.event_ms * factor,
             ),
             tier_block_ms=self.tier_block_ms * factor,
         )

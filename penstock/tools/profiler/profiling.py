@@ -27,7 +27,7 @@ _LONGEST_CONTEXT = {"cuda": 8192, "cpu": 1024}
 # Without a host tier to time: what a block's bytes take over PCIe.
 _TIER_BYTES_PER_MS = 20e6
 # HTTP, tokenising and the sockets between the processes are not timed here: about what they take on a server's cores.
-_ARRIVAL_MS, _DELIVERY_MS = 1.5, 0.7
+_ARRIVAL_MS, _DELIVERY_MS, _EVENT_MS = 1.5, 0.7, 0.04
 
 Listener = Callable[[str], None]
 
@@ -94,6 +94,7 @@ def measure(stopwatch: Stopwatch, subject: Subject, listen: Listener) -> Profile
             mixed_launch_ms=round(median(item.launch_ms for item in mixed), 3),
             arrival_ms=_ARRIVAL_MS,
             delivery_ms=_DELIVERY_MS,
+            event_ms=_EVENT_MS,
         ),
         tier_block_ms=round(tier_block_ms, 4),
     )

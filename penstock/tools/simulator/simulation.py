@@ -108,7 +108,8 @@ class _Simulation:
 
     def run(self) -> list[tuple[PlannedRequest, Measurement]]:
         """Return every request's measurement, in the order of the workload."""
-        arrival_seconds = self.server.profile.host.arrival_ms / 1e3
+        host = self.server.profile.host
+        arrival_seconds, event_seconds = host.arrival_ms / 1e3, host.event_ms / 1e3
         while True:
             busy = min(
                 (item for item in self.replicas if item.has_work), key=lambda item: item.clock.now(), default=None
@@ -116,8 +117,8 @@ class _Simulation:
             if self._arrivals and (busy is None or self._arrivals[0][0] + arrival_seconds <= busy.clock.now()):
                 self._send(*heapq.heappop(self._arrivals), arrival_seconds)
             elif busy is not None:
-                for event in busy.step():
-                    self._take(event, busy.clock.now())
+                for index, event in enumerate(busy.step()):
+                    self._take(event, busy.clock.now() + index * event_seconds)
             else:
                 return [self._measured[index] for index in sorted(self._measured)]
 

@@ -47,6 +47,12 @@ def test_a_request_that_comes_during_a_step_waits_for_it_and_for_the_one_launche
     assert ttfts(found) == pytest.approx([100, 120.2 + 101 - 105], abs=0.1)
 
 
+def test_events_of_one_step_are_delivered_one_after_the_other():
+    host = msgspec.structs.replace(HOST, event_ms=0.5)
+    found = run(workload("4x10+2"), small_profile(host=host))
+    assert ttfts(found) == pytest.approx([3 + 40 + 1 + 0.5 * index for index in range(4)])
+
+
 def test_every_token_asked_for_comes_and_is_counted():
     found = run(workload("20x5-60+1-30").at_rate(5))
     planned = workload("20x5-60+1-30").requests
