@@ -23,6 +23,11 @@ class Timing:
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
+    def sleep_until(self, moment: float) -> None:
+        seconds = moment - self.now()
+        if seconds > 0:
+            self.sleep(seconds)
+
 
 @dataclass(slots=True)
 class _Row:
@@ -48,10 +53,11 @@ class SimulatedRunner(Runner):
         launched_at = self._timing.now()
         cost = cost_of(self._profile, plan)
         results = self._run(plan)
-        self._sleep_until(launched_at + cost.launch)
+        self._timing.sleep_until(launched_at + cost.launch)
         # The device begins with what the host has queued so far, but cannot end before the host has queued it all.
         self._free_at = max(max(self._free_at, launched_at) + cost.run, self._timing.now())
-        return _SimulatedStep(self, StepResult(plan.number, results, self._free_at - launched_at), self._free_at)
+        result = StepResult(plan.number, results, self._free_at - launched_at)
+        return _SimulatedStep(result, self._free_at, self._timing)
 
     def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
         self._copy(len(blocks))
@@ -64,18 +70,10 @@ class SimulatedRunner(Runner):
     def close(self) -> None:
         self._rows.clear()
 
-    def wait_until(self, moment: float) -> None:
-        self._sleep_until(moment)
-
     def _copy(self, num_blocks: int) -> None:
         """Take the time of reading or writing blocks, after every launched step."""
         self._free_at = max(self._free_at, self._timing.now()) + num_blocks * self._profile.tier_block_ms / 1e3
-        self._sleep_until(self._free_at)
-
-    def _sleep_until(self, moment: float) -> None:
-        seconds = moment - self._timing.now()
-        if seconds > 0:
-            self._timing.sleep(seconds)
+        self._timing.sleep_until(self._free_at)
 
     def _run(self, plan: StepPlan) -> list[SliceResult]:
         for start in plan.row_starts:
@@ -112,11 +110,11 @@ class SimulatedRunner(Runner):
 
 
 class _SimulatedStep(LaunchedStep):
-    def __init__(self, runner: SimulatedRunner, result: StepResult, ends_at: float) -> None:
-        self._runner = runner
+    def __init__(self, result: StepResult, ends_at: float, timing: Timing) -> None:
         self._result = result
         self._ends_at = ends_at
+        self._timing = timing
 
     def wait(self) -> StepResult:
-        self._runner.wait_until(self._ends_at)
+        self._timing.sleep_until(self._ends_at)
         return self._result
