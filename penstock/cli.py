@@ -5,6 +5,7 @@ Each command imports what it needs when it runs, so that `--help` and `version` 
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -133,6 +134,47 @@ def doctor(sourced: Sourced, json: Json = False) -> int:
     from penstock.commands import doctor
 
     return doctor.run(sourced.options, as_json=json)
+
+
+@app.command(epilog=EPILOG)
+@takes_options("max_context_tokens", *options_of("memory", "scheduler"))
+def simulate(
+    sourced: Sourced,
+    *,
+    profile: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="Device and model; NAME@0.1 takes a tenth of the time")
+    ] = "h200-llama-8b",
+    replicas: Annotated[int, typer.Option(min=1, max=1024, help="Servers; each request goes to the least busy")] = 1,
+    workload: bench.WorkloadNames = None,
+    shape: bench.ShapeText = None,
+    shared_tokens: bench.SharedTokens = 0,
+    trace: bench.TraceFile = None,
+    speed: bench.Speed = 1.0,
+    limit: bench.Limit = None,
+    rate: bench.Rate = None,
+    rates: bench.Rates = None,
+    concurrency: bench.Concurrency = None,
+    seed: bench.Seed = 0,
+    slo_ttft: bench.SloTtft = None,
+    slo_tpot: bench.SloTpot = None,
+    json: bench.JsonFile = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A measured report of `penstock bench serve --json`: show the errors"),
+    ] = None,
+) -> int:
+    """Tell what a server would do under load, in virtual time."""
+    from penstock.commands import simulate
+    from penstock.tools.bench.selection import Arrivals, Work
+    from penstock.tools.bench.summary import ServiceLevel
+
+    work = Work(
+        names=workload, shape=shape, shared_tokens=shared_tokens, trace=trace, speed=speed, limit=limit, seed=seed
+    )
+    arrivals = Arrivals(rate=rate, rates=rates, concurrency=concurrency, seed=seed)
+    level = ServiceLevel(slo_ttft, slo_tpot)
+    asked = simulate.Simulated(profile=profile, num_replicas=replicas, level=level, json=json, against=against)
+    return simulate.run(sourced, work, arrivals, asked)
 
 
 @app.command()

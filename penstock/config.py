@@ -48,7 +48,12 @@ class Options:
     chat_template: str | None = _option("model", "Jinja file that replaces the model's chat template", None)
     cache_dir: str | None = _option("model", "Folder for fetched models", None)
 
-    device: str = _option("device", "Where the model runs", "auto", choices=("auto", "cpu", "cuda"))
+    device: str = _option("device", "Where the model runs", "auto", choices=("auto", "cpu", "cuda", "simulated"))
+    simulated_profile: str = _option(
+        "device",
+        "What --device simulated is like: a name or file; NAME@0.1 takes a tenth of the time",
+        "h200-llama-8b",
+    )
     threads: int | None = _option("device", "CPU threads for tensor work", None, low=1, high=1024)
     attention_backend: str | None = _option("device", "Attention implementation", None)
     tensor_parallel: int = _option("device", "Ranks that share each layer", 1, low=1, high=1)

@@ -39,6 +39,16 @@ ShapeText = Annotated[
 SharedTokens = Annotated[
     int, typer.Option(min=0, help="Tokens that begin every prompt of --shape", rich_help_panel=LOAD)
 ]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Recorded arrivals: Azure CSV or Mooncake JSON lines", rich_help_panel=LOAD),
+]
+Speed = Annotated[float, typer.Option(help="Compress a trace's time by this factor", rich_help_panel=LOAD)]
+Rate = Annotated[float | None, typer.Option(help="Poisson arrivals, requests per second", rich_help_panel=LOAD)]
+Rates = Annotated[
+    str | None, typer.Option(metavar="R,R,…", help="The workload once at each rate", rich_help_panel=LOAD)
+]
+Concurrency = Annotated[int | None, typer.Option(min=1, help="So many requests open at any time", rich_help_panel=LOAD)]
 Limit = Annotated[int | None, typer.Option(min=1, help="Only the first N requests", metavar="N", rich_help_panel=LOAD)]
 Seed = Annotated[int, typer.Option(min=0, help="Another seed gives other tokens and arrivals", rich_help_panel=LOAD)]
 Warmup = Annotated[
@@ -49,6 +59,12 @@ Temperature = Annotated[
     typer.Option(min=0.0, max=2.0, help="0 is greedy (default: the workload's)", rich_help_panel=ASKING),
 ]
 IgnoreEos = Annotated[bool, typer.Option(help="Answers as long as asked for, past end-of-text", rich_help_panel=ASKING)]
+SloTtft = Annotated[
+    float | None, typer.Option(metavar="MS", help="Goodput: most time to first token", rich_help_panel=RESULT)
+]
+SloTpot = Annotated[
+    float | None, typer.Option(metavar="MS", help="Goodput: most time per output token", rich_help_panel=RESULT)
+]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write every figure", rich_help_panel=RESULT)
 ]
@@ -65,21 +81,12 @@ def serve(
     workload: WorkloadNames = None,
     shape: ShapeText = None,
     shared_tokens: SharedTokens = 0,
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Recorded arrivals: Azure CSV or Mooncake JSON lines", rich_help_panel=LOAD),
-    ] = None,
-    speed: Annotated[float, typer.Option(help="Compress a trace's time by this factor", rich_help_panel=LOAD)] = 1.0,
+    trace: TraceFile = None,
+    speed: Speed = 1.0,
     limit: Limit = None,
-    rate: Annotated[
-        float | None, typer.Option(help="Poisson arrivals, requests per second", rich_help_panel=LOAD)
-    ] = None,
-    rates: Annotated[
-        str | None, typer.Option(metavar="R,R,…", help="The workload once at each rate", rich_help_panel=LOAD)
-    ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="So many requests open at any time", rich_help_panel=LOAD)
-    ] = None,
+    rate: Rate = None,
+    rates: Rates = None,
+    concurrency: Concurrency = None,
     seed: Seed = 0,
     warmup: Warmup = 1,
     text: Annotated[
@@ -88,12 +95,8 @@ def serve(
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat API", rich_help_panel=ASKING)] = False,
     temperature: Temperature = None,
     ignore_eos: IgnoreEos = True,
-    slo_ttft: Annotated[
-        float | None, typer.Option(metavar="MS", help="Goodput: most time to first token", rich_help_panel=RESULT)
-    ] = None,
-    slo_tpot: Annotated[
-        float | None, typer.Option(metavar="MS", help="Goodput: most time per output token", rich_help_panel=RESULT)
-    ] = None,
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
     json: JsonFile = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write one page with plots", rich_help_panel=RESULT)
@@ -129,7 +132,7 @@ def serve(
     workloads = arrivals.apply(work.workloads())
     with ProgressBar(Console(stderr=True)) as bar:
         report = _run(serve_bench.bench_serve(target, workloads, ServiceLevel(slo_ttft, slo_tpot), watcher=bar))
-    _publish(report, json)
+    publish(report, json)
     if html is not None:
         html_report.write_html(report, html)
     if not any(run.num_completed for run in report.runs):
@@ -179,8 +182,22 @@ def offline(
         )
         runs = bench.run(workloads, bar)
     report = new_report(runs, target="this process", model=model, prompts="token ids", ignored_end_of_text=ignore_eos)
-    _publish(report, json)
+    publish(report, json)
     return 0
+
+
+@app.command()
+@takes_options(*options_of("model", "device", "memory", "scheduler"))
+def profile(
+    sourced: Sourced,
+    *,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the profile")],
+    commit: Annotated[str, typer.Option(help="The commit to name in it")] = "",
+) -> int:
+    """Time an engine's steps: the profile that --device simulated and `penstock simulate` follow."""
+    from penstock.commands import profile
+
+    return profile.run(sourced, out, commit)
 
 
 @app.command()
@@ -199,7 +216,7 @@ def compare(
     Console().print(tables.comparison_table(compared))
 
 
-def _publish(report: "Report", file: Path | None) -> None:
+def publish(report: "Report", file: Path | None) -> None:
     """Print every run, and where there are several, all on one page."""
     from penstock.tools.bench import document, tables
 

@@ -1,4 +1,4 @@
-"""`penstock explain`: every option as `serve` would use it, and why. Loads torch, to ask the device; no weights."""
+"""`penstock explain`: every option as `serve` would use it, and why. Asks the device; loads no weights."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from penstock.commands.models import fetch
 from penstock.commands.tables import print_table
 from penstock.config import Options, Setting, Sourced
 from penstock.engine import config as engine_config
-from penstock.engine.runner.device import probe
+from penstock.engine.device import device_for
 from penstock.models import store
 from penstock.models.registry import spec_for
 from penstock.server import config as server_config
@@ -24,7 +24,7 @@ def settle(sourced: Sourced) -> list[Setting]:
     """Return every option once, in the order of the table, as its owner resolves it."""
     options = sourced.options
     spec = spec_for(fetch(options))
-    _, engine_settings = engine_config.resolve(sourced, spec, probe(options.device, spec))
+    _, engine_settings = engine_config.resolve(sourced, spec, device_for(options).probe(spec))
     _, server_settings = server_config.resolve(sourced)
     settled = {
         setting.option: Setting(setting.option, _WORDS.get(setting.value, setting.value), setting.why)

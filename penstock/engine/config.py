@@ -10,6 +10,7 @@ from penstock.errors import ConfigError
 from penstock.models.spec import ModelSpec
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPES = tuple(_ITEM_BYTES)
 
 # Without a stated limit the KV cache takes this share of what is free: most of a GPU, little of a shared host.
 _KV_SHARE = {"cpu": 0.25, "cuda": 0.90}
@@ -25,13 +26,17 @@ class DeviceFacts:
     free_bytes: int
     fast_dtypes: tuple[str, ...]  # dtypes whose matrix products are fast here, best first
     attention_backends: dict[str, tuple[str, ...]]  # by dtype: those that can run this model here, best first
+    is_simulated: bool = False
+    # Of the model that a simulated device runs, whatever model is served; None: those of the model served.
+    weight_bytes: int | None = None
+    kv_token_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Resolved and frozen."""
 
-    device: str
+    device: str  # cpu, cuda or simulated
     threads: int
     precision: str  # auto or exact; float types are exact about their own type
     dtype: str
@@ -47,11 +52,26 @@ class EngineConfig:
     speculative: str
     draft_tokens: int
     role: str = "both"
+    device_kind: str = "cpu"  # cpu or cuda: what the device is, or is like
 
 
 def resolve(sourced: Sourced, spec: ModelSpec, facts: DeviceFacts) -> tuple[EngineConfig, list[Setting]]:
     """Choose every engine setting and say why. Raises ConfigError for what cannot work together."""
     return _Resolver(sourced, spec, facts).run()
+
+
+def kv_token_bytes(spec: ModelSpec, dtype: str) -> int:
+    """Memory that one token takes in the KV cache."""
+    return spec.num_layers * 2 * spec.kv_size * _ITEM_BYTES[dtype]
+
+
+def weight_bytes(spec: ModelSpec, precision: str, dtype: str) -> int:
+    """Memory that the weights will take, at most."""
+    dense = spec.num_parameters * _ITEM_BYTES[dtype]
+    if precision != "auto" or not spec.stored_bytes:
+        return dense
+    # A quantised matrix may be kept in a second form for many rows; neither is as large as a dense one.
+    return min(dense, 3 * spec.stored_bytes)
 
 
 class _Resolver:
@@ -66,7 +86,9 @@ class _Resolver:
 
     def run(self) -> tuple[EngineConfig, list[Setting]]:
         options, facts = self.options, self.facts
-        self._note("device", facts.kind, facts.name if options.device == "auto" else self.sourced.why("device"))
+        device = "simulated" if facts.is_simulated else facts.kind
+        why = f"{self.sourced.why('device')}; {facts.name}" if facts.is_simulated else self.sourced.why("device")
+        self._note("device", device, facts.name if options.device == "auto" else why)
         threads = self._choose("threads", options.threads, facts.num_threads, "physical cores this process may use")
         dtype = self._dtype()
         backend = self._attention_backend(dtype)
@@ -87,7 +109,8 @@ class _Resolver:
         ):
             self._note(name, getattr(options, name), self.sourced.why(name))
         config = EngineConfig(
-            device=facts.kind,
+            device=device,
+            device_kind=facts.kind,
             threads=threads,
             precision=options.precision,
             dtype=dtype,
@@ -163,7 +186,8 @@ class _Resolver:
         return self._choose("max_step_tokens", given, automatic, why)
 
     def _block_bytes(self, dtype: str) -> int:
-        return self.spec.num_layers * 2 * self.options.block_tokens * self.spec.kv_size * _ITEM_BYTES[dtype]
+        simulated = self.facts.kv_token_bytes
+        return self.options.block_tokens * (kv_token_bytes(self.spec, dtype) if simulated is None else simulated)
 
     def _num_blocks(self, dtype: str, max_running: int, context: int) -> int:
         """Blocks that the memory for KV holds, but no more than the running requests could ever fill."""
@@ -197,12 +221,8 @@ class _Resolver:
         return num_blocks + 1
 
     def _weight_bytes(self, dtype: str) -> int:
-        """Memory that the weights will take, at most."""
-        dense = self.spec.num_parameters * _ITEM_BYTES[dtype]
-        if self.options.precision != "auto" or not self.spec.stored_bytes:
-            return dense
-        # A quantised matrix may be kept in a second form for many rows; neither is as large as a dense one.
-        return min(dense, 3 * self.spec.stored_bytes)
+        simulated = self.facts.weight_bytes
+        return weight_bytes(self.spec, self.options.precision, dtype) if simulated is None else simulated
 
     def _fit_context(self, wanted: int, num_blocks: int) -> int:
         """The longest context that one request may have, once the blocks are counted."""

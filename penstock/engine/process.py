@@ -149,7 +149,6 @@ def main() -> int:
     setup = decode_setup(sys.stdin.buffer.read(), EngineSetup)
     telemetry.configure_logging("json" if setup.log_format == "json" else "text", process="engine")
     timeline = Timeline(setup.started)
-    timeline.mark("import torch")
     try:
         built = build_engine(setup.sourced, setup.files, timeline, progress=_report_progress)
     except PenstockError as error:

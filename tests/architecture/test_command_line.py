@@ -9,8 +9,10 @@ from penstock.cli import app
 from penstock.config import Options, flag
 
 COMMANDS = ["serve", "pull", "models", "chat", "generate", "explain", "doctor", "version"]
+# Commands for those who develop or operate; like the groups, their flags are their own.
+TOOLS = ["simulate"]
 # Groups of commands for those who develop or operate; their flags are their own.
-GROUPS = {"bench": ["serve", "offline", "compare"]}
+GROUPS = {"bench": ["serve", "offline", "profile", "compare"]}
 
 OPTIONS = [
     "model",
@@ -22,6 +24,7 @@ OPTIONS = [
     "chat_template",
     "cache_dir",
     "device",
+    "simulated_profile",
     "threads",
     "attention_backend",
     "tensor_parallel",
@@ -54,6 +57,24 @@ OWN_FLAGS = {
     "doctor": ["--json"],
     "version": [],
     "serve": [],
+    "simulate": [
+        "--profile",
+        "--replicas",
+        "--workload",
+        "--shape",
+        "--shared-tokens",
+        "--trace",
+        "--speed",
+        "--limit",
+        "--rate",
+        "--rates",
+        "--concurrency",
+        "--seed",
+        "--slo-ttft",
+        "--slo-tpot",
+        "--json",
+        "--against",
+    ],
 }
 BENCH_FLAGS = {
     "serve": [
@@ -91,6 +112,7 @@ BENCH_FLAGS = {
         "--ignore-eos",
         "--json",
     ],
+    "profile": ["--out", "--commit"],
     "compare": [],
 }
 MAX_FLAGS = 40
@@ -111,12 +133,12 @@ def test_the_options_are_frozen() -> None:
 
 def test_the_commands_are_frozen() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert list(commands) == [*COMMANDS, *GROUPS]
+    assert sorted(commands) == sorted([*COMMANDS, *TOOLS, *GROUPS])
     for name, members in GROUPS.items():
         assert list(commands[name].commands) == members
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *TOOLS])
 def test_a_commands_own_flags_are_frozen(command: str) -> None:
     table = {flag(name) for name in OPTIONS} | {"--config"}
     own = [item for item in flags_of(command) if item in OWN_FLAGS[command] or item not in table]

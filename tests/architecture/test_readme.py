@@ -21,7 +21,13 @@ MAX_LINES = 150
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 # How each command of the README is proved.
-RUN_AS_IS = {"penstock models", "penstock explain", "penstock doctor", "penstock version"}
+RUN_AS_IS = {
+    "penstock models",
+    "penstock explain",
+    "penstock doctor",
+    "penstock version",
+    "penstock simulate --workload rate10",
+}
 RUN_WITH_THE_MODEL = {'penstock generate "The capital of France is" --max-tokens 8', "penstock pull smollm2-135m"}
 DRY_RUN = {"make serve", "make test"}
 AGAINST_A_SERVER = {"curl", "penstock chat"}

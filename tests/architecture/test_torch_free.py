@@ -6,13 +6,10 @@ import sys
 from tests.architecture.source_tree import imports, modules
 
 TORCH = (
-    "commands.explain",
     "commands.generate",
     "kernels",
     "parallel",
     "models",
-    "engine.builder",
-    "engine.process",
     "engine.runner",
     "engine.sampling",
     "llm",

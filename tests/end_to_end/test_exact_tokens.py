@@ -11,6 +11,7 @@ from penstock.engine.builder import assemble
 from penstock.engine.config import resolve
 from penstock.engine.messages import Submit
 from penstock.engine.runner.device import probe
+from penstock.engine.runner.torch_device import make_runner
 from penstock.engine.tokenizer import Tokenizer
 from penstock.models.loader import load_model
 from penstock.models.registry import spec_for
@@ -62,8 +63,13 @@ def exact(default_model_path):
     return loaded
 
 
+def engine_of(loaded, **changes):
+    config = dataclasses.replace(loaded.config, **changes)
+    return assemble(config, loaded.spec, make_runner(config, loaded.spec, loaded.model))
+
+
 def run(loaded, prompts, *, engine=None, params=GREEDY, **changes):
-    engine = engine or assemble(dataclasses.replace(loaded.config, **changes), loaded.spec, loaded.model)
+    engine = engine or engine_of(loaded, **changes)
     tokens = [[] for _ in prompts]
     for index, prompt in enumerate(prompts):
         engine.submit(Submit(request_id=str(index), prompt=prompt, params=params, arrival=time.monotonic()))
@@ -98,14 +104,14 @@ def test_batch_and_chunk_sizes_change_no_token(exact, changes):
 
 def test_a_cache_too_small_for_the_load_changes_no_token(exact):
     changes = {"num_blocks": 33, "max_running": 16, "max_step_tokens": 64}
-    engine = assemble(dataclasses.replace(exact.config, **changes), exact.spec, exact.model)
+    engine = engine_of(exact, **changes)
     engine.scheduler._mean_output_tokens = 0.0
     assert run(exact, exact.prompts[::4], engine=engine) == exact.reference[::4]
     assert engine.metrics.num_preemptions > 0
 
 
 def test_a_prefix_hit_changes_no_token(exact):
-    engine = assemble(exact.config, exact.spec, exact.model)
+    engine = engine_of(exact)
     prompts = [exact.prompts[30] + exact.prompts[index] for index in (1, 11, 21)]
     first = run(exact, prompts[:1], engine=engine, params=SHORT) + run(exact, prompts[1:], engine=engine, params=SHORT)
     again = run(exact, prompts, engine=engine, params=SHORT)
@@ -118,7 +124,7 @@ def test_a_seed_gives_the_same_sample_alone_in_a_batch_and_on_a_prefix_hit(exact
     params = SamplingParams(max_tokens=16, temperature=1.0, seed=7)
     prompts = [exact.prompts[30] + exact.prompts[index] for index in (1, 11, 21)]
     alone = [run(exact, [prompt], params=params)[0] for prompt in prompts]
-    engine = assemble(exact.config, exact.spec, exact.model)
+    engine = engine_of(exact)
     assert run(exact, prompts, engine=engine, params=params) == alone
     assert run(exact, prompts, engine=engine, params=params) == alone
     assert engine.metrics.prefix_hit_tokens > 0

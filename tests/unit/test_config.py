@@ -50,7 +50,7 @@ def test_none_counts_as_not_given() -> None:
         ("drain_seconds", math.nan, "give a finite number"),
         ("drain_seconds", "inf", "give a finite number"),
         ("drain_seconds", "-1", "give a number of at least 0.0"),
-        ("device", "tpu", "give one of: auto, cpu, cuda"),
+        ("device", "tpu", "give one of: auto, cpu, cuda, simulated"),
         ("prefix_cache", "perhaps", "give true or false"),
     ],
 )

@@ -117,10 +117,10 @@ class Figure:
     of: Callable[[Run], float | None]
 
 
-def _at(distribution: Distribution | None, percentile: Literal["p50", "p99"]) -> float | None:
+def _at(distribution: Distribution | None, percentile: Literal["p50", "p95", "p99"]) -> float | None:
     if distribution is None:
         return None
-    return distribution.p50 if percentile == "p50" else distribution.p99
+    return {"p50": distribution.p50, "p95": distribution.p95, "p99": distribution.p99}[percentile]
 
 
 def _positive(value: float) -> float | None:
@@ -129,8 +129,10 @@ def _positive(value: float) -> float | None:
 
 FIGURES = (
     Figure("TTFT p50, ms", "TTFT p50", True, lambda run: _at(run.ttft_ms, "p50")),
+    Figure("TTFT p95, ms", None, True, lambda run: _at(run.ttft_ms, "p95")),
     Figure("TTFT p99, ms", "p99", True, lambda run: _at(run.ttft_ms, "p99")),
     Figure("time per token p50, ms", "TPOT p50", True, lambda run: _at(run.time_per_token_ms, "p50")),
+    Figure("time per token p95, ms", None, True, lambda run: _at(run.time_per_token_ms, "p95")),
     Figure("time per token p99, ms", "p99", True, lambda run: _at(run.time_per_token_ms, "p99")),
     Figure("inter-token p99, ms", None, True, lambda run: _at(run.inter_token_ms, "p99")),
     Figure("end to end p50, ms", None, True, lambda run: _at(run.end_to_end_ms, "p50")),

@@ -66,6 +66,21 @@ def test_switches_are_shown_as_they_are_written(model: str) -> None:
     assert not {setting.value for setting in settle(model).values()} & {"True", "False", "None"}
 
 
+def test_a_simulated_device_has_the_memory_and_the_defaults_of_the_profiled_one(model: str) -> None:
+    settings = settle(model, device="simulated", simulated_profile="h200-llama-8b", max_context_tokens="128")
+    assert settings["device"].value == "simulated"
+    assert "NVIDIA H200" in settings["device"].why
+    assert settings["max_running"].value == "256"
+    # 8 blocks of 16 tokens for each of 256 requests, each token as large as the profiled model's.
+    assert settings["kv_memory"].value == f"{256 * 128 * 131072 // 2**20}MiB"
+    assert settings["attention_backend"].value == "simulated"
+
+
+def test_an_unknown_profile_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match="--simulated-profile: 'abacus' is not usable; give a file"):
+        settle(model, device="simulated", simulated_profile="abacus")
+
+
 def test_what_cannot_work_is_refused_as_serve_would(model: str) -> None:
     with pytest.raises(ConfigError, match=r"--host: '0\.0\.0\.0' is not usable"):
         settle(model, host="0.0.0.0")

@@ -14,6 +14,7 @@ from penstock.engine.builder import assemble
 from penstock.engine.config import resolve
 from penstock.engine.messages import Submit
 from penstock.engine.runner.device import probe
+from penstock.engine.runner.torch_device import make_runner
 from penstock.models.loader import load_model
 from penstock.models.registry import spec_for
 from penstock.models.store import ModelFiles
@@ -46,7 +47,8 @@ def tiny(tmp_path_factory):
 
 
 def engine_of(loaded, **changes):
-    return assemble(dataclasses.replace(loaded.config, **changes), loaded.spec, loaded.model)
+    config = dataclasses.replace(loaded.config, **changes)
+    return assemble(config, loaded.spec, make_runner(config, loaded.spec, loaded.model))
 
 
 def run(engine, requests, gaps=()):

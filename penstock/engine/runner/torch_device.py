@@ -1,0 +1,89 @@
+"""CPUs and CUDA devices: the model loaded, its memory laid out, and a runner around both."""
+
+import torch
+
+from penstock.engine.config import DeviceFacts, EngineConfig
+from penstock.engine.device import Device, Progress
+from penstock.engine.runner.batch_rows import BatchRows
+from penstock.engine.runner.cuda_graphs import DecodeGraphs
+from penstock.engine.runner.device import DTYPES, probe
+from penstock.engine.runner.kv_pool import KvPool
+from penstock.engine.runner.mixed_graphs import MixedGraphs
+from penstock.engine.runner.model_runner import ModelRunner
+from penstock.engine.runner.token_draw import TokenDraw
+from penstock.engine.sampling.drawer import make_drawer
+from penstock.engine.sampling.row_parameters import RowParameters
+from penstock.engine.sampling.sampler import Sampler
+from penstock.engine.timeline import Timeline
+from penstock.kernels.attention.registry import BACKENDS
+from penstock.models.decoder import Decoder, attention_layers
+from penstock.models.loader import load_model
+from penstock.models.spec import ModelSpec
+from penstock.models.store import ModelFiles
+
+
+class TorchDevice(Device):
+    """`--device cpu`, `cuda` or `auto`."""
+
+    def probe(self, spec: ModelSpec) -> DeviceFacts:
+        return probe(self.options.device, spec)
+
+    def make_runner(
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        files: ModelFiles,
+        timeline: Timeline,
+        progress: Progress | None,
+    ) -> ModelRunner:
+        # On a CPU the runner's thread does the tensor work. OpenMP's workers wait for more of it in a loop, and are
+        # there at once, only while a single thread has workers: so this one gets none.
+        torch.set_num_threads(1 if config.device == "cpu" else config.threads)
+        model = load_model(
+            files,
+            spec,
+            device=torch.device(config.device),
+            dtype=DTYPES[config.dtype],
+            precision=config.precision,
+            context_tokens=config.max_context_tokens,
+            progress=progress,
+        )
+        timeline.mark("weights")
+        runner = make_runner(config, spec, model)
+        timeline.mark("KV cache")
+        return runner
+
+
+def make_runner(config: EngineConfig, spec: ModelSpec, model: Decoder) -> ModelRunner:
+    """Return a runner around a loaded model."""
+    device = torch.device(config.device)
+    pool = KvPool(
+        spec,
+        num_blocks=config.num_blocks,
+        num_host_slots=config.num_host_slots,
+        block_tokens=config.block_tokens,
+        dtype=DTYPES[config.dtype],
+        device=device,
+    )
+    attention = BACKENDS.load(config.attention_backend)(attention_layers(spec), pool.layers)
+    rows = BatchRows(config.max_running, config.max_context_tokens, config.block_tokens, device)
+    parameters = RowParameters(config.max_running, spec.vocab_size, device)
+    graphs = mixed_graphs = None
+    if device.type == "cuda":
+        draw = TokenDraw(rows, parameters, config.max_running)
+        graphs = DecodeGraphs(model, attention, rows, draw, config.max_running)
+        graphs.capture()
+        if attention.captures_prompts:
+            mixed_graphs = MixedGraphs(
+                model,
+                attention,
+                rows,
+                draw,
+                graphs,
+                max_running=config.max_running,
+                max_step_tokens=config.max_step_tokens,
+            )
+    # Each running request may draw one token, and one more for each of its guesses.
+    max_draws = config.max_running * (1 + (config.draft_tokens if config.speculative != "none" else 0))
+    sampler = Sampler(parameters, spec.eos_token_ids, make_drawer(max_draws, device))
+    return ModelRunner(model, attention, pool, rows, parameters, sampler, graphs, mixed_graphs, threads=config.threads)
