@@ -12,6 +12,8 @@
     │   ├── TemplateFailed       the chat template is missing, refused the messages or broke its limits
     │   ├── MalformedBody        the HTTP body is not JSON
     │   ├── BodyTooLarge         the HTTP body exceeds the limit
+    │   ├── HeadTooLarge         the HTTP head exceeds the limit
+    │   ├── RequestTimeout       the HTTP request did not arrive in time
     │   ├── WrongMediaType       the HTTP body is not declared to be JSON
     │   ├── NotAuthenticated     no API key, or one that is not known
     │   ├── NotPermitted         the API key does not open this route
@@ -28,6 +30,8 @@
 
 import json
 from typing import ClassVar
+
+_SHOWN_CHARACTERS = 80  # of a wrong value, in the sentence that names it
 
 
 class PenstockError(Exception):
@@ -74,14 +78,23 @@ class InvalidParameter(RequestError):
 
     def __init__(self, param: str, value: object, right: str) -> None:
         shown = _as_json(value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
+        if len(shown) > _SHOWN_CHARACTERS:
+            shown = shown[: _SHOWN_CHARACTERS - 3] + "..."
         super().__init__(f"{param}: {shown} is not usable; {right}", param=param)
 
 
 def _as_json(value: object) -> str:
-    """Show a value as the caller wrote it. Half of a surrogate pair, which no response can carry, is shown escaped."""
-    text = json.dumps(value, ensure_ascii=False, default=repr)
+    """Show the beginning of a value as the caller wrote it, without writing out all of a large one.
+
+    Half of a surrogate pair, which no response can carry, is shown escaped.
+    """
+    if isinstance(value, str):
+        value = value[: _SHOWN_CHARACTERS + 1]
+    text = ""
+    for piece in json.JSONEncoder(ensure_ascii=False, default=repr).iterencode(value):
+        text += piece[: _SHOWN_CHARACTERS + 1]
+        if len(text) > _SHOWN_CHARACTERS:
+            break
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -134,6 +147,17 @@ class BodyTooLarge(RequestError):
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__(f"the request body is larger than the limit of {max_bytes} bytes")
+
+
+class HeadTooLarge(RequestError):
+    code = "head_too_large"
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(f"the request's headers are larger than the limit of {max_bytes} bytes")
+
+
+class RequestTimeout(RequestError):
+    code = "request_timeout"
 
 
 class WrongMediaType(RequestError):

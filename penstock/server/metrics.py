@@ -59,6 +59,16 @@ class ServerMetrics:
         self._gone = Counter(
             "penstock_http_client_disconnects", "Callers gone before their response's end", registry=self._own
         )
+        self._cut = Counter(
+            "penstock_http_connections_cut",
+            "Connections ended for their client's behaviour",
+            ["why"],
+            registry=self._own,
+        )
+
+    def count_cut(self, why: str) -> None:
+        """Count a connection that the server ended before its client did."""
+        self._cut.labels(why).inc()
 
     def observe(self, record: RequestRecord) -> None:
         """Count a request that has ended."""

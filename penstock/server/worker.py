@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import uvicorn
 import uvloop
@@ -24,13 +25,12 @@ from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import EngineUnavailable, TemplateFailed
 from penstock.server.app import create_app
 from penstock.server.chat_template import ChatTemplate
+from penstock.server.connection import ConnectionLimits, connection_class, raise_file_limit
 from penstock.server.context import ServerContext, build_context
 from penstock.server.worker_setup import WorkerSetup
 from penstock.telemetry import configure_logging, log_event
 
 _PARENT_SECONDS = 0.5
-# Longer than clients keep idle connections: whoever closes first must be the one that knows of the next request.
-_KEEP_ALIVE_SECONDS = 75
 # Behind the drain: time for the error events of requests that ran out of it to leave.
 _LAST_WORDS_SECONDS = 2
 
@@ -53,16 +53,18 @@ class Worker:
         self._parent = os.getppid()
         self._socket = socket.socket(fileno=setup.listen_fd)
         self._drain_seconds = setup.config.drain_seconds
+        limits = ConnectionLimits()
+        limits = replace(limits, max_connections=raise_file_limit(limits))
         self._server = HttpServer(
             uvicorn.Config(
                 create_app(context),
-                http="httptools",
+                http=connection_class(limits, context.metrics),
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_keep_alive=int(limits.idle_seconds),
                 timeout_graceful_shutdown=int(self._drain_seconds) + _LAST_WORDS_SECONDS,
             )
         )

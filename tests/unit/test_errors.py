@@ -25,6 +25,8 @@ def test_codes_are_stable() -> None:
         "TemplateFailed": "chat_template_failed",
         "MalformedBody": "invalid_json",
         "BodyTooLarge": "body_too_large",
+        "HeadTooLarge": "head_too_large",
+        "RequestTimeout": "request_timeout",
         "WrongMediaType": "unsupported_media_type",
         "NotAuthenticated": "invalid_api_key",
         "NotPermitted": "permission_denied",

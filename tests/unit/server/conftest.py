@@ -13,6 +13,7 @@ import uvicorn
 from penstock.engine.tokenizer import Tokenizer
 from penstock.server.app import create_app
 from penstock.server.config import ServerConfig
+from penstock.server.connection import ConnectionLimits, connection_class
 from penstock.server.context import ServerContext, build_context
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.in_process_template import InProcessTemplate
@@ -75,11 +76,12 @@ async def service() -> AsyncIterator[Service]:
 
 
 @contextlib.asynccontextmanager
-async def listening(context: ServerContext) -> AsyncIterator[str]:
+async def listening(context: ServerContext, limits: ConnectionLimits | None = None) -> AsyncIterator[str]:
     """Serve on a free port with uvicorn, as a worker does; yields the base URL."""
+    http = connection_class(limits or ConnectionLimits(), context.metrics)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    config = uvicorn.Config(create_app(context), http="httptools", ws="none", lifespan="off", log_config=None)
+    config = uvicorn.Config(create_app(context), http=http, ws="none", lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
     task = asyncio.create_task(server.serve(sockets=[listener]))

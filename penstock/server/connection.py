@@ -1,0 +1,265 @@
+"""One HTTP connection, with limits on what a slow, silent or greedy client may hold.
+
+uvicorn parses and writes; this adds what it lacks: clocks for a request's head and body and for a reader that falls
+behind, a size for the head, and a most number of connections, of which idle ones make room for new ones. Knows nothing
+of routes or requests' meaning.
+"""
+
+import asyncio
+import enum
+import functools
+import resource
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from penstock.errors import HeadTooLarge, Overloaded, PenstockError, RequestError, RequestTimeout
+from penstock.protocol.errors import reply_for
+from penstock.server.metrics import ServerMetrics
+
+# Files that a worker needs besides connections: the engine's socket, the template's pipes, metrics, logs.
+_RESERVED_FILES = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """What one connection may take. docs/security.md tells operators the same numbers."""
+
+    # Longer than clients keep idle connections: whoever closes first must be the one that knows of the next request.
+    idle_seconds: float = 75.0
+    head_seconds: float = 10.0
+    max_head_bytes: int = 64 * 1024
+    body_seconds: float = 30.0  # and a second more for each `body_bytes_per_second` that arrived
+    body_bytes_per_second: int = 16 * 1024
+    reader_seconds: float = 30.0  # how long a reader may stay more than `unread_bytes` behind
+    unread_bytes: int = 64 * 1024
+    socket_bytes: int = 128 * 1024  # the kernel's own buffer, which it counts double
+    max_pipelined: int = 16
+    max_connections: int = 16_384
+
+
+class Cut(enum.StrEnum):
+    """Why a connection was ended by us."""
+
+    HEAD = "head"  # too slow or too large
+    BODY = "body"  # too slow
+    READER = "reader"  # did not read its response
+    PIPELINE = "pipeline"  # sent too many requests ahead
+    CROWD = "crowd"  # idle, or new, while there were too many
+
+
+class _Reading(enum.Enum):
+    """Which part of a request is expected or arriving."""
+
+    NOTHING = enum.auto()
+    HEAD = enum.auto()
+    BODY = enum.auto()
+
+
+class Crowd:
+    """All connections of one worker. Idle ones are known in the order in which they became so."""
+
+    def __init__(self, limits: ConnectionLimits, on_cut: Callable[[str], None]) -> None:
+        self.limits = limits
+        self.on_cut = on_cut
+        self._num_open = 0
+        self._idle: dict[GuardedConnection, None] = {}
+
+    def enter(self, connection: "GuardedConnection") -> bool:
+        """Count a new connection; False if there is no room, not even by closing an idle one."""
+        self._num_open += 1
+        if self._num_open > self.limits.max_connections:
+            oldest = next(iter(self._idle), None)
+            self.on_cut(Cut.CROWD)
+            if oldest is None:
+                return False
+            del self._idle[oldest]
+            oldest.leave()
+        self.note_idle(connection)
+        return True
+
+    def exit(self, connection: "GuardedConnection") -> None:
+        self._num_open -= 1
+        self._idle.pop(connection, None)
+
+    def note_idle(self, connection: "GuardedConnection") -> None:
+        self._idle[connection] = None
+
+    def note_busy(self, connection: "GuardedConnection") -> None:
+        self._idle.pop(connection, None)
+
+
+class GuardedConnection(HttpToolsProtocol):
+    """uvicorn's connection, under `ConnectionLimits`."""
+
+    def __init__(self, *, crowd: Crowd, **given: Any) -> None:
+        super().__init__(**given)
+        self._crowd = crowd
+        self._limits = crowd.limits
+        self._answering: RequestResponseCycle | None = None
+        self._reading = _Reading.NOTHING
+        self._head_bytes = 0
+        self._deadline: float | None = None  # for what is being read
+        self._clock: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+
+    # ------------------------------------------------------------ the connection's life
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(self._limits.unread_bytes)
+        plain = transport.get_extra_info("socket")
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._limits.socket_bytes)
+        if self._crowd.enter(self):
+            self._allow(self._limits.idle_seconds)
+        else:
+            self._refuse(Overloaded("too many connections are open; try again in a moment", retry_after_seconds=1.0))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        # uvicorn tells the newest request only; the one being answered may have others waiting behind it.
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+        self._crowd.exit(self)
+        for timer in (self._clock, self._stall):
+            if timer is not None:
+                timer.cancel()
+        self._clock = self._stall = None
+
+    def leave(self) -> None:
+        """Close: at once if the client does not read, else behind what it still has to read."""
+        self.transport.close()
+        if self._stall is None:
+            self._stall = self.loop.call_later(self._limits.reader_seconds, self._cut, Cut.READER)
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.leave()
+
+    # ------------------------------------------------------------ reading
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._reading is _Reading.HEAD:
+            self._head_bytes += len(data)
+            if self._head_bytes > self._limits.max_head_bytes:
+                self._crowd.on_cut(Cut.HEAD)
+                self._refuse(HeadTooLarge(self._limits.max_head_bytes))
+        elif self._reading is _Reading.BODY and self._deadline is not None:
+            self._deadline += len(data) / self._limits.body_bytes_per_second
+        elif self._is_idle and self.timeout_keep_alive_task is None:
+            self._allow(self._limits.idle_seconds)  # empty lines, which begin no request
+
+    def on_message_begin(self) -> None:
+        if len(self.pipeline) >= self._limits.max_pipelined:
+            self._cut(Cut.PIPELINE)
+            raise ConnectionAbortedError  # ends the parser's work on what has arrived
+        super().on_message_begin()
+        self._reading = _Reading.HEAD
+        self._head_bytes = 0
+        self._deadline = None
+        self._allow(self._limits.head_seconds)
+
+    def on_headers_complete(self) -> None:
+        self._crowd.note_busy(self)
+        self._reading = _Reading.BODY
+        self._deadline = None
+        self._allow(self._limits.body_seconds)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._reading = _Reading.NOTHING
+        self._deadline = None
+        super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            self._refuse(RequestError("this is no HTTP request that could be understood"))
+
+    # ------------------------------------------------------------ writing
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stall is None:
+            self._stall = self.loop.call_later(self._limits.reader_seconds, self._cut, Cut.READER)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall is not None and not self.transport.is_closing():
+            self._stall.cancel()
+            self._stall = None
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self.leave()
+        elif self._is_idle:
+            self._crowd.note_idle(self)
+
+    # ------------------------------------------------------------ limits
+
+    @property
+    def _is_idle(self) -> bool:
+        responding = self._answering is not None and not self._answering.response_complete
+        return self._reading is _Reading.NOTHING and not responding and not self.pipeline
+
+    def _allow(self, seconds: float) -> None:
+        """Give what is being read so long, unless it already has a deadline."""
+        if self._deadline is None:
+            self._deadline = self.loop.time() + seconds
+        if self._clock is None:
+            self._clock = self.loop.call_at(self._deadline, self._look_at_clock)
+        elif self._clock.when() > self._deadline:
+            self._clock.cancel()
+            self._clock = self.loop.call_at(self._deadline, self._look_at_clock)
+
+    def _look_at_clock(self) -> None:
+        self._clock = None
+        if self._deadline is None or self.transport.is_closing():
+            return
+        if self.loop.time() < self._deadline:
+            self._clock = self.loop.call_at(self._deadline, self._look_at_clock)
+        elif self._reading is _Reading.NOTHING:
+            self.leave()
+        else:
+            self._crowd.on_cut(Cut.HEAD if self._reading is _Reading.HEAD else Cut.BODY)
+            self._refuse(RequestTimeout("the request did not arrive in time; send it without pauses"))
+
+    def _refuse(self, error: PenstockError) -> None:
+        """Say why where no response has begun, and close."""
+        if self._answering is None or self._answering.response_complete or not self._answering.response_started:
+            reply = reply_for(error)
+            fixed = {"content-type": "application/json", "content-length": str(len(reply.body)), "connection": "close"}
+            head = "".join(f"{name}: {value}\r\n" for name, value in {**fixed, **reply.headers}.items())
+            self.transport.write(STATUS_LINE[reply.status] + head.encode() + b"\r\n" + reply.body)
+        self.leave()
+
+    def _cut(self, why: Cut) -> None:
+        """End the connection now, whatever the client has not read."""
+        self._crowd.on_cut(why)
+        self.transport.abort()
+
+
+def connection_class(limits: ConnectionLimits, metrics: ServerMetrics) -> Any:
+    """Return what uvicorn makes a worker's connections with."""
+    return functools.partial(GuardedConnection, crowd=Crowd(limits, metrics.count_cut))
+
+
+def raise_file_limit(limits: ConnectionLimits) -> int:
+    """Allow this process as many files as `max_connections` needs; return how many connections that leaves room for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = limits.max_connections + _RESERVED_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(1, wanted - _RESERVED_FILES)

@@ -1,0 +1,197 @@
+"""Clients that are slow, silent or greedy: each is bounded, then cut, and the others are served."""
+
+import asyncio
+import contextlib
+import json
+import resource
+import socket
+
+import httpx
+import pytest
+
+from penstock.server import connection
+from penstock.server.connection import ConnectionLimits, raise_file_limit
+from tests.unit.server.conftest import MODEL, listening, until
+
+HEAD = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+LIVE = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@contextlib.asynccontextmanager
+async def connected(url):
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def cuts(service, why):
+    text = service.context.metrics.exposition("")[0].decode()
+    return f'penstock_http_connections_cut_total{{why="{why}"}} 1.0' in text
+
+
+def error_code(answer):
+    return json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"]
+
+
+async def test_a_head_that_does_not_come_is_answered_408_and_closed(service):
+    async with (
+        listening(service.context, ConnectionLimits(head_seconds=0.1)) as url,
+        connected(url) as (reader, writer),
+    ):
+        writer.write(HEAD)
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert error_code(answer) == "request_timeout"
+    assert cuts(service, "head")
+
+
+async def test_a_head_that_drips_is_not_given_more_time_for_it(service):
+    async with (
+        listening(service.context, ConnectionLimits(head_seconds=0.1)) as url,
+        connected(url) as (reader, writer),
+    ):
+        writer.write(HEAD)
+        answer = asyncio.create_task(reader.read())
+        while not answer.done():
+            writer.write(b"x: y\r\n")
+            await asyncio.sleep(0.01)
+        assert (await answer).startswith(b"HTTP/1.1 408 ")
+
+
+async def test_a_head_without_end_is_answered_431(service):
+    async with (
+        listening(service.context, ConnectionLimits(max_head_bytes=1000)) as url,
+        connected(url) as (reader, writer),
+    ):
+        writer.write(HEAD + b"x: " + b"y" * 2000)
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert error_code(answer) == "head_too_large"
+
+
+async def test_a_body_that_does_not_come_is_answered_408(service):
+    limits = ConnectionLimits(body_seconds=0.1, body_bytes_per_second=10**6)
+    async with listening(service.context, limits) as url, connected(url) as (reader, writer):
+        writer.write(HEAD + b"content-length: 100\r\n\r\n{")
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert cuts(service, "body")
+
+
+async def test_a_body_that_keeps_its_rate_may_take_longer(service):
+    limits = ConnectionLimits(body_seconds=0.1, body_bytes_per_second=10)
+    body = json.dumps({"prompt": "x" * 50}).encode()
+    async with listening(service.context, limits) as url, connected(url) as (reader, writer):
+        writer.write(HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body))
+        for start in range(0, len(body), 10):
+            writer.write(body[start : start + 10])
+            await asyncio.sleep(0.05)
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_connection_that_says_nothing_is_closed(service):
+    limits = ConnectionLimits(idle_seconds=0.1)
+    async with listening(service.context, limits) as url, connected(url) as (reader, writer):
+        writer.write(b"\r\n")  # begins no request
+        assert await reader.read() == b""
+
+
+async def test_what_is_no_http_is_answered_in_our_shape(service, address):
+    async with connected(address) as (reader, writer):
+        writer.write(b"nonsense\r\n\r\n")
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert error_code(answer) == "invalid_request"
+
+
+async def test_a_reader_that_stops_is_cut_and_its_request_aborted(service):
+    service.engine.script = lambda request: [service.engine.event(request, [40] * 64) for _ in range(20_000)]
+    limits = ConnectionLimits(reader_seconds=0.2, socket_bytes=4096, unread_bytes=4096)
+    body = json.dumps({"model": MODEL, "prompt": "x", "stream": True, "max_tokens": 400}).encode()
+    async with listening(service.context, limits) as url:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+            head = HEAD.replace(b"/tokenize", b"/v1/completions")
+            client.sendall(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+            await until(lambda: service.engine.aborted)
+            await until(lambda: len(service.context.answers) == 0)
+        assert cuts(service, "reader")
+        async with httpx.AsyncClient(base_url=url) as other:
+            assert (await other.get("/live")).status_code == 200
+
+
+async def test_the_longest_idle_connection_makes_room_for_a_new_one(service):
+    async with (
+        listening(service.context, ConnectionLimits(max_connections=2)) as url,
+        connected(url) as first,
+        connected(url) as second,
+    ):
+        for reader, writer in (second, first):  # first is now idle for the shorter time
+            writer.write(LIVE)
+            await reader.readuntil(b'{"status":"live"}')
+        async with connected(url) as (reader, writer):
+            writer.write(LIVE)
+            await reader.readuntil(b'{"status":"live"}')
+        assert await second[0].read() == b""
+        first[1].write(LIVE)
+        await first[0].readuntil(b'{"status":"live"}')
+    assert cuts(service, "crowd")
+
+
+async def test_a_new_connection_is_refused_when_all_others_are_busy(service):
+    service.engine.script = lambda request: [asyncio.Event()]
+    body = json.dumps({"model": MODEL, "prompt": "x"}).encode()
+    async with listening(service.context, ConnectionLimits(max_connections=1)) as url, connected(url) as (_, writer):
+        writer.write(
+            HEAD.replace(b"/tokenize", b"/v1/completions") + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        await until(lambda: service.engine.submitted)
+        async with connected(url) as (reader, _):
+            answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 429 ")
+    assert error_code(answer) == "overloaded"
+
+
+async def test_requests_sent_ahead_without_end_are_cut(service):
+    service.engine.script = lambda request: [asyncio.Event()]
+    body = json.dumps({"model": MODEL, "prompt": "x"}).encode()
+    async with listening(service.context, ConnectionLimits(max_pipelined=4)) as url, connected(url) as (reader, writer):
+        writer.write(
+            HEAD.replace(b"/tokenize", b"/v1/completions") + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        await until(lambda: service.engine.submitted)
+        writer.write(LIVE * 1000)
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        await until(lambda: service.engine.aborted)
+    assert cuts(service, "pipeline")
+
+
+async def test_requests_sent_ahead_are_answered_in_order(service, address):
+    async with connected(address) as (reader, writer):
+        writer.write(LIVE * 10)
+        for _ in range(10):
+            await reader.readuntil(b'{"status":"live"}')
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised_to", "room"),
+    [
+        (1024, 100_000, 16_640, 16_384),
+        (1024, 4096, 4096, 3840),
+        (50_000, 100_000, None, 16_384),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None, 16_384),
+        (1024, resource.RLIM_INFINITY, 16_640, 16_384),
+    ],
+)
+def test_the_file_limit_is_raised_as_far_as_connections_need(monkeypatch, soft, hard, raised_to, room):
+    changes = []
+    monkeypatch.setattr(connection.resource, "getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr(connection.resource, "setrlimit", lambda kind, pair: changes.append(pair[0]))
+    assert raise_file_limit(ConnectionLimits()) == room
+    assert changes == ([] if raised_to is None else [raised_to])
