@@ -29,6 +29,7 @@ from penstock.engine.messages import (
     decode_to_client,
     encode,
 )
+from penstock.engine.pulse import age_seconds, pulse_path
 from penstock.errors import EngineFailed, EngineUnavailable
 from penstock.request import FinishReason, SamplingParams
 
@@ -109,6 +110,7 @@ class EngineClient:
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
         self._stats_at: float | None = None
+        self._pulse_path = pulse_path(socket_path)
         self._streams: dict[str, TokenStream] = {}
         self._answers: dict[str, asyncio.Future[ExportedPrefix | ImportedPrefix]] = {}
         self._ready = asyncio.Event()
@@ -139,6 +141,11 @@ class EngineClient:
     @property
     def stats_age_seconds(self) -> float:
         return float("inf") if self._stats_at is None else time.monotonic() - self._stats_at
+
+    @property
+    def pulse_age_seconds(self) -> float:
+        """How long ago the engine process was last seen alive, whatever its step does."""
+        return age_seconds(self._pulse_path)
 
     async def wait_ready(self) -> EngineInfo:
         """Wait until the engine can serve."""

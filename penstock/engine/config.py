@@ -53,6 +53,7 @@ class EngineConfig:
     draft_tokens: int
     role: str = "both"
     device_kind: str = "cpu"  # cpu or cuda: what the device is, or is like
+    canary_seconds: float = 0.0
 
 
 def resolve(sourced: Sourced, spec: ModelSpec, facts: DeviceFacts) -> tuple[EngineConfig, list[Setting]]:
@@ -106,6 +107,7 @@ class _Resolver:
             "speculative",
             "draft_tokens",
             "role",
+            "canary_seconds",
         ):
             self._note(name, getattr(options, name), self.sourced.why(name))
         config = EngineConfig(
@@ -126,6 +128,7 @@ class _Resolver:
             speculative=options.speculative,
             draft_tokens=options.draft_tokens,
             role=options.role,
+            canary_seconds=options.canary_seconds,
         )
         return config, self.settings
 

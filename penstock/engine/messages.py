@@ -137,6 +137,8 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     num_refused: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    num_canary_failures: int = 0
+    fault: str | None = None  # why no work should be sent here, as far as the engine knows
     histograms: dict[
         str, Histogram
     ] = {}  # ttft_seconds, time_per_output_token_seconds, e2e_seconds, queue_seconds, step_seconds

@@ -11,15 +11,18 @@ import sys
 import time
 import uuid
 
+import msgspec
 import zmq
 
 from penstock import telemetry
 from penstock.child_setup import decode_setup
 from penstock.engine.builder import BuiltEngine, build_engine
+from penstock.engine.canary import Canary
 from penstock.engine.messages import (
     STATS_SECONDS,
     Abort,
     EngineInfo,
+    EngineStats,
     Events,
     ExportedPrefix,
     ExportPrefix,
@@ -33,6 +36,7 @@ from penstock.engine.messages import (
     decode_to_engine,
     encode,
 )
+from penstock.engine.pulse import Pulse, pulse_path
 from penstock.engine.scheduler.scheduler import Addressed
 from penstock.engine.setup import EngineSetup, Progress, Refused, encode_notice
 from penstock.engine.timeline import Timeline
@@ -51,6 +55,8 @@ class EngineProcess:
         self._epoch = uuid.uuid4().hex
         self._parent = os.getppid()
         self._clients: set[bytes] = set()
+        self._canary = Canary(built.engine, seconds) if (seconds := built.config.canary_seconds) else None
+        self._pulse = Pulse(pulse_path(socket_path))
         self._stats_due = 0.0
         self._stopping = False
         self._context = zmq.Context()
@@ -65,9 +71,13 @@ class EngineProcess:
         """Serve until told to stop."""
         while not self._stopping:
             self._receive(wait=not self._engine.has_work)
+            if self._canary is not None:
+                self._canary.tick()
             if self._engine.has_work:
-                self._send(self._engine.step())
+                events = self._engine.step()
+                self._send(events if self._canary is None else self._canary.sift(events))
             self._send_stats()
+        self._pulse.close()
         self._engine.runner.close()
         self._context.destroy(linger=0)
 
@@ -126,9 +136,15 @@ class EngineProcess:
             return
         self._stats_due = now + STATS_SECONDS
         self._stopping = self._stopping or os.getppid() != self._parent
-        frame = encode(self._engine.stats())
+        frame = encode(self._stats())
         for client in self._clients:
             self._socket.send_multipart([client, frame])
+
+    def _stats(self) -> EngineStats:
+        stats = self._engine.stats()
+        if self._canary is None:
+            return stats
+        return msgspec.structs.replace(stats, num_canary_failures=self._canary.num_failures, fault=self._canary.fault)
 
     def _info(self) -> EngineInfo:
         config, spec = self._built.config, self._built.spec

@@ -39,6 +39,16 @@ StopList = Annotated[
 TokenList = Annotated[list[int] | None, Field(max_length=MAX_TOKEN_LIST)]
 
 
+def _short_map(value: Any) -> Any:
+    # Before its entries are looked at, each of which may be wrong.
+    if isinstance(value, dict) and len(value) > MAX_TOKEN_LIST:
+        raise ValueError(f"give at most {MAX_TOKEN_LIST} entries")
+    return value
+
+
+BiasMap = Annotated[dict[str, float] | None, BeforeValidator(_short_map)]
+
+
 class GenerationRequest(WireModel):
     """The parameters that both completion endpoints take. null means the default everywhere."""
 
@@ -59,9 +69,7 @@ class GenerationRequest(WireModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(
-        None, max_length=MAX_TOKEN_LIST, description="Token id to a bias from -100 to 100"
-    )
+    logit_bias: BiasMap = Field(None, description="Up to 1024 token ids, each to a bias from -100 to 100")
 
     @property
     def num_choices(self) -> int:

@@ -16,6 +16,9 @@ from penstock.protocol.generation import GenerationRequest, Usage
 from penstock.protocol.wire import WireModel, object_schema
 from penstock.request import MAX_COUNT, MAX_LOGPROBS
 
+MAX_MESSAGES = 8192
+MAX_PARTS = 8192  # of a message
+
 # ---------------------------------------------------------------- request
 
 
@@ -26,6 +29,8 @@ def _joined_text(content: Any) -> Any:
         return content
     if not isinstance(content, list):
         raise ValueError(right)
+    if len(content) > MAX_PARTS:
+        raise ValueError(f"give at most {MAX_PARTS} parts")
     texts = []
     for part in content:
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
@@ -71,6 +76,10 @@ class ChatMessage(WireModel):
         return {name: value for name, value in fields.items() if value is not None}
 
 
+# The first wrong one is told: there may be thousands.
+MessageList = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class ChatRequest(GenerationRequest):
     """A conversation to be continued by the model."""
 
@@ -104,7 +113,7 @@ class ChatRequest(GenerationRequest):
         }
     )
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: MessageList
     max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens")
     logprobs: bool | None = Field(None, description="Return the log-probability of each token of the answer")
     top_logprobs: int | None = Field(None, description="And of so many of the likeliest tokens in its place")

@@ -27,6 +27,8 @@ def _prompt_list(value: Any) -> Any:
         return [value]
     if not isinstance(value, list) or not value:
         raise ValueError(right)
+    if len(value) > MAX_CHOICES:
+        raise ValueError(f"prompts × n may be at most {MAX_CHOICES}")
     if not all(isinstance(prompt, str) for prompt in value) and not all(_is_token_ids(prompt) for prompt in value):
         raise ValueError(right)
     return value

@@ -6,7 +6,7 @@ import msgspec
 from pydantic import Field
 
 from penstock.errors import RequestError
-from penstock.protocol.openai_chat import ChatMessage
+from penstock.protocol.openai_chat import MessageList
 from penstock.protocol.wire import WireModel
 
 
@@ -15,7 +15,7 @@ class TokenizeRequest(WireModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: MessageList | None = None
     add_special_tokens: bool | None = Field(None, description="Of a text; default true, as /v1/completions does")
     return_token_strs: bool | None = Field(None, description="Also return each token's text")
 
@@ -26,14 +26,14 @@ class TokenizeRequest(WireModel):
 
 class TokenizeResponse(msgspec.Struct, frozen=True):
     count: int
-    max_context_tokens: int | None
+    max_context_tokens: int
     tokens: list[int]
     token_strs: list[str] | None = None
 
 
 class DetokenizeRequest(WireModel):
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
 class DetokenizeResponse(msgspec.Struct, frozen=True):

@@ -9,10 +9,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails, from_json
 
 from penstock.errors import InvalidParameter, MalformedBody, RequestError, UnsupportedParameter
+
+# A few bytes of JSON become an object of a hundred in memory, and each wrong one a report: so their number is bounded
+# before anything is read. Counted as bytes, also within texts, which is why the limits are generous.
+MAX_ENTRIES = 2**20  # of lists and objects
+MAX_NODES = 2**18  # lists, objects and names of fields, which cost more
+_SPARE_FIELDS = 32  # unknown fields of an object that are worth a look at which they are
 
 
 class WireModel(BaseModel):
@@ -25,6 +31,16 @@ class WireModel(BaseModel):
     # Defined by the API and not supported: only these values, which ask for nothing, are accepted.
     REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType({})
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_crowds(cls, fields: Any) -> Any:
+        """Refuse an object of far too many fields as one mistake, not as thousands."""
+        if isinstance(fields, dict) and len(fields) > len(cls.model_fields) + _SPARE_FIELDS:
+            raise ValueError(
+                f"give an object of at most {len(cls.model_fields)} fields; see /docs for those that exist"
+            )
+        return fields
+
 
 _ADVICE: Mapping[type, str] = MappingProxyType(
     {str: "give a string", bool: "give true or false", dict: "give an object"}
@@ -36,6 +52,7 @@ Request = TypeVar("Request", bound=WireModel)
 
 def parse_request(kind: type[Request], body: bytes) -> Request:
     """Return the request in `body`. Raises RequestError naming the parameter, the value and what would be right."""
+    _check_number_of_parts(body)
     try:
         # NaN and Infinity are no JSON, but many clients write them: the check of their field says more than a parser.
         document = from_json(body, allow_inf_nan=True)
@@ -51,10 +68,22 @@ def parse_request(kind: type[Request], body: bytes) -> Request:
         value = document.pop(name, None)
         if value is not None and not isinstance(value, type_):
             raise InvalidParameter(name, value, _ADVICE[type_])
+    unknown = next((name for name in document if name not in kind.model_fields), None)
+    if unknown is not None:
+        raise _unknown_parameter(_dotted((unknown,)))
     try:
         return kind.model_validate(document)
     except ValidationError as error:
         raise _request_error(error.errors(include_url=False)[0]) from None
+
+
+def _check_number_of_parts(body: bytes) -> None:
+    if len(body) < MAX_NODES:
+        return
+    num_nodes = sum(body.count(mark) for mark in (b"[", b"{", b'":'))
+    if num_nodes > MAX_NODES or body.count(b",") > MAX_ENTRIES:
+        limits = f"{MAX_ENTRIES} entries and {MAX_NODES} lists, objects and fields"
+        raise RequestError(f"the request body has too many parts; send one of at most {limits}")
 
 
 def _request_error(details: ErrorDetails) -> RequestError:
@@ -62,8 +91,12 @@ def _request_error(details: ErrorDetails) -> RequestError:
     if details["type"] == "missing":
         return RequestError(f"{param} is required", param=param)
     if details["type"] == "extra_forbidden":
-        return RequestError(f"unknown parameter {param!r}; see /docs for those that exist", param=param)
+        return _unknown_parameter(param)
     return InvalidParameter(param, details["input"], _advice(details))
+
+
+def _unknown_parameter(param: str) -> RequestError:
+    return RequestError(f"unknown parameter {param!r}; see /docs for those that exist", param=param)
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:

@@ -4,12 +4,15 @@ The limit holds while the bytes arrive, whatever the Content-Length header says 
 the body means: that is `protocol`'s.
 """
 
+import asyncio
 from typing import TypeVar
 
 from starlette.requests import Request
 
 from penstock.errors import BodyTooLarge, WrongMediaType
 from penstock.protocol.wire import WireModel, parse_request
+
+_LARGE_BODY_BYTES = 256 * 1024  # from here on a thread reads it, so that others' streams go on meanwhile
 
 Wanted = TypeVar("Wanted", bound=WireModel)
 
@@ -28,4 +31,6 @@ async def read_request(request: Request, kind: type[Wanted], max_bytes: int) -> 
         body += chunk
         if len(body) > max_bytes:
             raise BodyTooLarge(max_bytes)
+    if len(body) > _LARGE_BODY_BYTES:
+        return await asyncio.to_thread(parse_request, kind, bytes(body))
     return parse_request(kind, bytes(body))

@@ -13,10 +13,12 @@ from penstock.server.answer import Prompt
 from penstock.server.context import ServerContext
 
 _SHORT_TEXT_CHARACTERS = 4096  # cheaper to tokenise at once than to hand to a thread
+# Tokens seldom have more characters. Of a text twice as long, for each token of the context, so much is tried first.
+_TRIED_CHARACTERS_PER_TOKEN = 8
 
 
-async def chat_prompt(context: ServerContext, messages: list[ChatMessage], info: EngineInfo | None = None) -> Prompt:
-    """Render messages with the chat template and tokenise the result. `info` as in `text_prompt`."""
+async def chat_prompt(context: ServerContext, messages: list[ChatMessage], info: EngineInfo) -> Prompt:
+    """Render messages with the chat template and tokenise the result."""
     if context.template is None:
         message = "this model has no chat template; use /v1/completions, or start the server with --chat-template FILE"
         raise TemplateFailed(message, param="messages")
@@ -26,16 +28,21 @@ async def chat_prompt(context: ServerContext, messages: list[ChatMessage], info:
 
 
 async def text_prompt(
-    context: ServerContext, text: str, *, add_special: bool, info: EngineInfo | None = None, param: str = "prompt"
+    context: ServerContext, text: str, *, add_special: bool, info: EngineInfo, param: str = "prompt"
 ) -> Prompt:
-    """Tokenise a text. With `info`, one that cannot fit the context is refused before that costs anything."""
+    """Tokenise a text. One that cannot fit the context is refused before most of that is done."""
     if len(text) <= _SHORT_TEXT_CHARACTERS:
-        token_ids = context.tokenizer.encode(text, add_special=add_special)
-    else:
-        if info is not None and (fewest := context.tokenizer.fewest_tokens(text)) >= info.max_context_tokens:
-            raise ContextTooLong(fewest, info.max_context_tokens, param=param, at_least=True)
-        token_ids = await asyncio.to_thread(context.tokenizer.encode, text, add_special=add_special)
-    return Prompt(token_ids, text)
+        return Prompt(context.tokenizer.encode(text, add_special=add_special), text)
+    limit = info.max_context_tokens
+    if (fewest := context.tokenizer.fewest_tokens(text)) >= limit:
+        raise ContextTooLong(fewest, limit, param=param, at_least=True)
+    num_tried = limit * _TRIED_CHARACTERS_PER_TOKEN
+    if len(text) > 2 * num_tried:
+        tried = await asyncio.to_thread(context.tokenizer.encode, text[:num_tried], add_special=False)
+        # The last word may be cut, and another tokenised otherwise for it: four of five tokens are surely there.
+        if (fewest := len(tried) * 4 // 5) >= limit:
+            raise ContextTooLong(fewest, limit, param=param, at_least=True)
+    return Prompt(await asyncio.to_thread(context.tokenizer.encode, text, add_special=add_special), text)
 
 
 def check_prompt(prompt: Prompt, info: EngineInfo, *, param: str) -> None:

@@ -11,6 +11,8 @@ from penstock.errors import NotReady
 from penstock.server.open_answers import OpenAnswers
 
 # The engine speaks between steps, and a step may be long: a large prefill on a slow CPU takes seconds.
+# Its pulse goes on meanwhile, unless the whole process stands still.
+MAX_STILL_SECONDS = 2.0
 MAX_IDLE_SILENCE_SECONDS = 10 * STATS_SECONDS
 MAX_STEP_SECONDS = 30.0
 
@@ -24,6 +26,8 @@ class EngineView(Protocol):
     def stats(self) -> EngineStats: ...
     @property
     def stats_age_seconds(self) -> float: ...
+    @property
+    def pulse_age_seconds(self) -> float: ...
     @property
     def connected(self) -> bool: ...
 
@@ -43,10 +47,15 @@ class Readiness:
             raise NotReady("the engine is starting")
         if not self._engine.connected:
             raise NotReady("the engine is restarting")
+        still = self._engine.pulse_age_seconds
+        if still > MAX_STILL_SECONDS:
+            raise NotReady(f"the engine process has stood still for {still:.1f} s")
         stats, age = self._engine.stats, self._engine.stats_age_seconds
         busy = bool(stats.num_running or stats.num_waiting or len(self._answers))
         if age > (MAX_STEP_SECONDS if busy else MAX_IDLE_SILENCE_SECONDS):
             raise NotReady(f"the engine has not been heard from for {age:.1f} s")
+        if stats.fault is not None:
+            raise NotReady(stats.fault)
         idle = self._seconds_without_step()
         if idle > MAX_STEP_SECONDS:
             raise NotReady(f"the engine has work but has finished no step for {idle:.1f} s")

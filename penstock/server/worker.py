@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import uvicorn
@@ -31,6 +32,8 @@ from penstock.server.worker_setup import WorkerSetup
 from penstock.telemetry import configure_logging, log_event
 
 _PARENT_SECONDS = 0.5
+# Long bodies and texts are read and tokenised in threads: few, so that they wait for each other and not all for them.
+_TEXT_THREADS = 2
 # Behind the drain: time for the error events of requests that ran out of it to leave.
 _LAST_WORDS_SECONDS = 2
 
@@ -70,7 +73,9 @@ class Worker:
         )
 
     async def run(self) -> None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._on_signal)
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(_TEXT_THREADS, "penstock-text"))
+        loop.add_signal_handler(signal.SIGTERM, self._on_signal)
         self._watch_parent()
         await self._server.serve(sockets=[self._socket])
 

@@ -38,6 +38,7 @@ OPTIONS = [
     "speculative",
     "draft_tokens",
     "role",
+    "canary_seconds",
     "host",
     "port",
     "workers",

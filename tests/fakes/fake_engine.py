@@ -77,6 +77,7 @@ class FakeEngine:
         self.connected = True
         self.stats = EngineStats()
         self.stats_age_seconds = 0.0
+        self.pulse_age_seconds = 0.0
         self.info: EngineInfo | None = EngineInfo(
             epoch="1",
             max_context_tokens=512,

@@ -84,6 +84,8 @@ class FakeRunner(Runner):
         raise StepFailed("injected")
 
     def _run(self, plan: StepPlan) -> list[SliceResult]:
+        for block in plan.wipes:
+            self.kv.update({(block, offset): (0, 0) for offset in range(self.block_tokens)})
         for copy in plan.tier_copies:
             if copy.to_host:
                 self.host[copy.host_slot] = {offset: self.kv[copy.block, offset] for offset in range(self.block_tokens)}

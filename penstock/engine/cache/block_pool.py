@@ -88,6 +88,13 @@ class BlockPool:
             del self._index[name]
             self._names[block] = None
 
+    def forget_all(self) -> list[int]:
+        """Take every name away; return the blocks that had one."""
+        named = list(self._index.values())
+        for block in named:
+            self.forget(block)
+        return named
+
     def free_blocks(self) -> list[int]:
         """The free list in order of reuse. For tests and inspection: O(free)."""
         found = []

@@ -44,3 +44,8 @@ class HostTier:
                 del self._slots[name]
                 self._free.append(slot)
                 return
+
+    def clear(self) -> None:
+        """Forget every block."""
+        self._free += self._slots.values()
+        self._slots.clear()

@@ -52,6 +52,7 @@ class KvCache:
         self._kv_dtype = kv_dtype
         self._share_prefixes = share_prefixes
         self._copies: list[TierCopy] = []
+        self._wipes: dict[int, None] = {}  # in order
 
     def open(self, *, tenant: str, adapter: str) -> RequestCache:
         """Return an empty cache for a request whose blocks only its own tenant and adapter may share."""
@@ -120,12 +121,14 @@ class KvCache:
     def free(self, cache: RequestCache, *, forget: bool = False) -> None:
         """Give every block back, tails first so that they are reused before heads.
 
-        `forget` also takes away the names of blocks that nobody else holds: their contents are not to be trusted.
+        `forget` also takes away the names of blocks that nobody else holds, and has the next step wipe them: their
+        contents are not to be trusted.
         """
         for block in reversed(cache.blocks):
             self.pool.release(block)
             if forget and not self.pool.is_held(block):
                 self.pool.forget(block)
+                self._wipes[block] = None
         cache.blocks.clear()
         cache.num_named = 0
 
@@ -157,6 +160,7 @@ class KvCache:
                 break
             else:
                 block = planted[index] = self._take()
+                self._wipes.pop(block, None)  # it is filled at once, before the next step
                 self.pool.give_name(block, name)
             cache.blocks.append(block)
         return planted
@@ -166,12 +170,27 @@ class KvCache:
         copies, self._copies = self._copies, []
         return copies
 
-    def distrust(self, copies: list[TierCopy]) -> None:
-        """Forget what the host tier should have got from a step that failed."""
+    def take_wipes(self) -> list[int]:
+        """Hand over the blocks that the next step must wipe before anything else."""
+        wipes, self._wipes = self._wipes, {}
+        return list(wipes)
+
+    def forget_all(self) -> None:
+        """Trust no content: no prefix is found any more, in no tier, and what nobody holds is wiped."""
+        self._wipe_later(self.pool.forget_all())
+        if self.host_tier is not None:
+            self.host_tier.clear()
+
+    def distrust(self, copies: list[TierCopy], wipes: list[int]) -> None:
+        """Forget what the host tier should have got from a step that failed, and wipe again what it should have."""
+        self._wipe_later(wipes)
         if self.host_tier is not None:
             for copy in copies:
                 if copy.to_host:
                     self.host_tier.drop_slot(copy.host_slot)
+
+    def _wipe_later(self, blocks: list[int]) -> None:
+        self._wipes.update((block, None) for block in blocks if not self.pool.is_held(block))
 
     def _hash_up_to(self, cache: RequestCache, tokens: Sequence[int], num_blocks: int) -> None:
         size = self.block_tokens

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.runner.transfer import to_device
 from penstock.engine.scheduler.step_plan import TierCopy
 from penstock.models.spec import ModelSpec
 
@@ -44,6 +45,13 @@ class KvPool:
                     host_block[layer].copy_(pool[:, item.block], non_blocking=True)
                 else:
                     pool[:, item.block].copy_(host_block[layer], non_blocking=True)
+
+    def wipe(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with zeros."""
+        if blocks:
+            index = to_device(np.array(blocks, np.int64), self.layers[0].device)
+            for pool in self.layers:
+                pool.index_fill_(1, index, 0)
 
     @property
     def block_bytes(self) -> int:

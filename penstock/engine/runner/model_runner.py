@@ -186,6 +186,7 @@ class ModelRunner(Runner):
         return sampled.to_host()
 
     def _update_rows(self, plan: StepPlan) -> None:
+        self._kv_pool.wipe(plan.wipes)
         self._kv_pool.copy(plan.tier_copies)
         for start in plan.row_starts:
             self._rows.start(start)

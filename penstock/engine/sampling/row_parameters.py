@@ -43,6 +43,9 @@ class RowParameters:
         self.filters = np.zeros(num_rows, bool)  # rows that sample from a part of the vocabulary
         self.is_plain = np.ones(num_rows, bool)  # rows that need none of these three
         self.counts: TokenCounts | None = None
+        # Made once: a request may name a thousand tokens, and every step that runs it needs them.
+        self.biases: list[tuple[Tensor, Tensor] | None] = [None] * num_rows  # token ids and what is added to them
+        self.stop_ids: list[Tensor | None] = [None] * num_rows  # of rows with a minimum length
         # What a captured step reads, one row more for the one that pads its batch.
         self.device_temperature = torch.zeros(num_rows + 1, dtype=torch.float32, device=device)
         self.device_seed = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
@@ -58,6 +61,10 @@ class RowParameters:
         self.min_p[row] = params.min_p
         self.seed[row] = start.seed
         self.edits_logits[row] = params.has_penalties or bool(params.logit_bias) or params.min_tokens > 0
+        self.biases[row] = self._bias(params)
+        self.stop_ids[row] = (
+            torch.tensor(params.stop_token_ids, dtype=torch.int64, device=self._device) if params.min_tokens else None
+        )
         self.wants_logprobs[row] = params.logprobs is not None
         narrowed = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         self.filters[row] = narrowed and not params.greedy
@@ -81,6 +88,12 @@ class RowParameters:
     def to_device(self, values: np.ndarray, rows: np.ndarray) -> Tensor:
         """Gather a host array's entries of these rows onto the device."""
         return to_device(values[rows], self._device)
+
+    def _bias(self, params: SamplingParams) -> tuple[Tensor, Tensor] | None:
+        if not params.logit_bias:
+            return None
+        ids = torch.tensor(list(params.logit_bias), device=self._device)
+        return ids, torch.tensor(list(params.logit_bias.values()), device=self._device)
 
     def _count(self, start: RowStart) -> None:
         if self.counts is None:

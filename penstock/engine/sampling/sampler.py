@@ -117,13 +117,14 @@ class Sampler:
             params = parameters.params[row]
             if params.has_penalties:
                 logits[draw] = self._penalise(logits[draw : draw + 1], row)[0]
-            if params.logit_bias:
-                ids = torch.tensor(list(params.logit_bias), device=logits.device)
-                logits[draw, ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
+            bias = parameters.biases[row]
+            if bias is not None:
+                ids, values = bias
+                logits[draw, ids] += values
             if positions[draw] - parameters.num_prompt_tokens[row] < params.min_tokens:
                 # A stop token may not be drawn before the minimum length is reached.
-                banned = [*self._eos_token_ids, *params.stop_token_ids]
-                logits[draw, banned] = float("-inf")
+                logits[draw, list(self._eos_token_ids)] = float("-inf")
+                logits[draw, parameters.stop_ids[row]] = float("-inf")
         return logits
 
     def _penalise(self, logits: Tensor, row: int) -> Tensor:

@@ -133,7 +133,7 @@ class Scheduler:
         """End every request of a launched step that could not be run, and trust nothing it touched."""
         plan = self._launched.popleft()
         assert plan.number == plan_number
-        self.cache.distrust(plan.tier_copies)
+        self.cache.distrust(plan.tier_copies, plan.wipes)
         events = []
         for piece in plan.slices:
             request = self.requests.get(piece.request)
@@ -158,6 +158,7 @@ class Scheduler:
         if plan.has_work:
             plan.slices.sort(key=_place_in_plan)
             plan.tier_copies = self.cache.take_copies()
+            plan.wipes = self.cache.take_wipes()
             self._launched.append(plan)
             self._next_step += 1
         return plan

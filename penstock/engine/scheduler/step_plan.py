@@ -59,13 +59,15 @@ class TierCopy:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One forward pass. Order of effect: tier copies, row starts, block assignments, then the slices."""
+    """One forward pass. Order of effect: wipes, tier copies, row starts, block assignments, then the slices."""
 
     number: int
     slices: list[RowSlice] = field(default_factory=list)
     row_starts: list[RowStart] = field(default_factory=list)
     block_assignments: list[BlockAssignment] = field(default_factory=list)
     tier_copies: list[TierCopy] = field(default_factory=list)
+    # Blocks to fill with zeros: a masked place of a block is multiplied by 0, which leaves a NaN a NaN.
+    wipes: list[int] = field(default_factory=list)
 
     @property
     def has_work(self) -> bool:

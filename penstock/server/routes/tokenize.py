@@ -3,6 +3,7 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.engine.messages import EngineInfo
 from penstock.errors import InvalidParameter
 from penstock.protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from penstock.server.answer import Prompt
@@ -23,15 +24,19 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
         wanted = await read_request(request, TokenizeRequest, context.config.max_body_bytes)
         check_model(request, wanted.model)
         wanted.check_combinations()
-        token_ids = (await _prompt(context, wanted)).token_ids
+        info = context.engine_info()
+        token_ids = (await _prompt(context, wanted, info)).token_ids
         texts = [context.tokenizer.token_text(token_id) for token_id in token_ids] if wanted.return_token_strs else None
-        info = context.engine.info
-        limit = None if info is None else info.max_context_tokens
-        return json_response(TokenizeResponse(len(token_ids), limit, token_ids, texts))
+        return json_response(TokenizeResponse(len(token_ids), info.max_context_tokens, token_ids, texts))
 
     async def detokenize(request: Request) -> Response:
         wanted = await read_request(request, DetokenizeRequest, context.config.max_body_bytes)
         check_model(request, wanted.model)
+        limit = context.engine_info().max_context_tokens
+        if len(wanted.tokens) > limit:
+            raise InvalidParameter(
+                "tokens", f"{len(wanted.tokens)} tokens", f"give at most {limit}, the longest context"
+            )
         size = context.tokenizer.vocab_size
         for token_id in wanted.tokens:
             if not 0 <= token_id < size:
@@ -62,8 +67,8 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
     ]
 
 
-async def _prompt(context: ServerContext, wanted: TokenizeRequest) -> Prompt:
+async def _prompt(context: ServerContext, wanted: TokenizeRequest, info: EngineInfo) -> Prompt:
     if wanted.messages is not None:
-        return await chat_prompt(context, wanted.messages)
+        return await chat_prompt(context, wanted.messages, info)
     assert wanted.prompt is not None
-    return await text_prompt(context, wanted.prompt, add_special=wanted.add_special_tokens is not False)
+    return await text_prompt(context, wanted.prompt, add_special=wanted.add_special_tokens is not False, info=info)

@@ -1,54 +1,19 @@
 """The same tokens always: real tensors, any batch, any chunks, hit or miss, preempted or not, drafted or not."""
 
-import dataclasses
-import json
 import time
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.config import gather
-from penstock.engine.builder import assemble
-from penstock.engine.config import resolve
 from penstock.engine.messages import Submit
-from penstock.engine.runner.device import probe
-from penstock.engine.runner.torch_device import make_runner
-from penstock.models.loader import load_model
-from penstock.models.registry import spec_for
-from penstock.models.store import ModelFiles
 from penstock.request import SamplingParams
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "hidden_size": 32,
-    "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8,
-    "max_position_embeddings": 96, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
-    "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 1, "torch_dtype": "float32",
-}  # fmt: skip
-
-
-@dataclasses.dataclass
-class Loaded:
-    config: object
-    spec: object
-    model: object
+from tests.tiny_engine import engine_of, load_tiny
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    files = ModelFiles("tiny", "folder", folder, folder / "config.json", load_format="dummy")
-    spec = spec_for(files)
-    config, _ = resolve(gather({"precision": "exact", "kv_memory": "1MiB"}, environ={}), spec, probe("cpu", spec))
-    model = load_model(files, spec, device=torch.device("cpu"), dtype=torch.float32, precision="exact")
-    return Loaded(config, spec, model)
-
-
-def engine_of(loaded, **changes):
-    config = dataclasses.replace(loaded.config, **changes)
-    return assemble(config, loaded.spec, make_runner(config, loaded.spec, loaded.model))
+    return load_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def run(engine, requests, gaps=()):

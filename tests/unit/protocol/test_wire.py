@@ -6,11 +6,13 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from penstock.errors import InvalidParameter, RequestError, UnsupportedParameter
+from penstock.protocol import wire
 from penstock.protocol.openai_chat import ChatRequest
 from penstock.protocol.openai_completions import CompletionRequest
-from penstock.protocol.tokenize import TokenizeRequest
+from penstock.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from penstock.protocol.wire import parse_request
 
 USER = {"role": "user", "content": "x"}
@@ -121,3 +123,55 @@ def test_a_long_unknown_name_is_shortened_in_the_message():
     with pytest.raises(RequestError) as refused:
         chat(**{"x" * 10_000: 1})
     assert len(str(refused.value)) < 300
+
+
+MANY = 400_000
+CROWDED = {
+    "objects": b'{"messages": [' + b"{}," * MANY + b"{}]}",
+    "numbers": b'{"messages": [' + b"1," * 3 * MANY + b"1]}",
+    "fields": b'{"messages": [{' + b'"a":1,' * MANY + b'"a":1}]}',
+    "lists": b'{"messages": [' + b"[1]," * MANY + b"[1]]}",
+}
+
+
+@pytest.mark.parametrize("body", CROWDED.values(), ids=CROWDED)
+def test_a_body_of_far_too_many_parts_is_refused_before_it_is_read(body, monkeypatch):
+    monkeypatch.setattr(wire, "from_json", None)
+    with pytest.raises(RequestError, match="too many parts"):
+        parse_request(ChatRequest, body)
+
+
+FIELDS = {str(number): "" for number in range(2000)}
+PARTS = [{"type": "text", "text": ""}] * 8193
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "param"),
+    [
+        (ChatRequest, {"messages": [1] * 10_000}, "messages[0]"),
+        (ChatRequest, {"messages": [USER] * 8193}, "messages"),
+        (ChatRequest, {"messages": [{"role": "user", "content": PARTS}]}, "messages[0].content"),
+        (ChatRequest, {"messages": [FIELDS]}, "messages[0]"),
+        (ChatRequest, {"messages": [USER], "stream_options": FIELDS}, "stream_options"),
+        (ChatRequest, {"messages": [USER], "logit_bias": FIELDS}, "logit_bias"),
+        (CompletionRequest, {"prompt": [[1]] * 129}, "prompt"),
+        (DetokenizeRequest, {"tokens": [{}] * 10_000}, "tokens[0]"),
+    ],
+)
+def test_a_long_list_of_mistakes_is_reported_as_one(kind, fields, param):
+    body = json.dumps({"model": "m", **fields}).encode()
+    with pytest.raises(RequestError) as caught:
+        parse_request(kind, body)
+    assert (caught.value.param or "").startswith(param)
+    errors = 0
+    try:
+        kind.model_validate(json.loads(body))
+    except ValidationError as error:
+        errors = error.error_count()
+    assert 1 <= errors <= 2
+
+
+def test_a_large_wrong_value_is_shown_by_its_beginning_only():
+    error = InvalidParameter("seed", [[1] * 10] * 10**6, "give a number")
+    assert str(error).startswith("seed: [[1, 1, ")
+    assert len(str(error)) < 200

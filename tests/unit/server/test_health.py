@@ -46,6 +46,19 @@ async def test_a_busy_engine_may_be_silent_for_the_length_of_a_step(service):
     assert "31.0 s" in await not_ready(service)
 
 
+async def test_an_engine_process_that_stands_still_is_not_ready_whatever_it_was_doing(service):
+    service.engine.stats = EngineStats(num_running=1)
+    service.engine.pulse_age_seconds = 1.5
+    assert (await service.client.get("/ready")).status_code == 200
+    service.engine.pulse_age_seconds = 2.5
+    assert "2.5 s" in await not_ready(service)
+
+
+async def test_an_engine_that_knows_of_a_fault_is_not_ready(service):
+    service.engine.stats = EngineStats(fault="the KV cache changed the answer to a known prompt")
+    assert await not_ready(service) == "the KV cache changed the answer to a known prompt"
+
+
 async def test_a_draining_server_is_not_ready(service):
     service.context.answers.draining = True
     assert "draining" in await not_ready(service)

@@ -59,6 +59,41 @@ async def test_a_long_text_does_not_hold_up_the_event_loop(service, monkeypatch)
         return encode(text, add_special=add_special)
 
     monkeypatch.setattr(service.tokenizer, "encode", noted)
-    await service.post("/tokenize", prompt="x" * 20_000)
+    await service.post("/tokenize", prompt="x" * 4200)
     await service.post("/tokenize", prompt="x")
     assert [thread is threading.main_thread() for thread in threads] == [False, True]
+
+
+async def test_a_text_that_cannot_fit_the_context_is_refused_before_it_is_tokenised(service, monkeypatch):
+    monkeypatch.setattr(service.tokenizer, "encode", None)
+    response = await service.post("/tokenize", prompt="x" * 20_000)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_of_a_text_that_may_fit_only_a_part_is_tried_first(service, monkeypatch):
+    sizes = []
+    encode = service.tokenizer.encode
+
+    def noted(text, *, add_special):
+        sizes.append(len(text))
+        return encode(text, add_special=add_special)
+
+    monkeypatch.setattr(service.tokenizer, "fewest_tokens", lambda text: 0)
+    monkeypatch.setattr(service.tokenizer, "encode", noted)
+    error = (await service.post("/tokenize", prompt="x" * 20_000)).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "at least 3276 tokens" in error["message"]
+    assert sizes == [8 * 512]
+
+
+async def test_more_tokens_than_the_context_are_not_turned_into_text(service):
+    response = await service.post("/detokenize", tokens=[1] * 513)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tokens"
+
+
+async def test_before_the_engine_has_told_its_context_nothing_is_tokenised(service):
+    service.engine.info = None
+    for path, fields in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
+        assert (await service.post(path, **fields)).status_code == 503
