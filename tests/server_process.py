@@ -30,11 +30,14 @@ def write_tiny_model(folder: Path) -> Path:
 class ServerProcess:
     """One running server. Use as a context manager; leaves no process behind."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, module: str = "penstock", folder: Path | None = None) -> None:
+        """Start `module` as the command; `folder` is where it may keep temporary files."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+        if folder is not None:
+            environment["TMPDIR"] = str(folder)
         self.started = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "penstock", "serve", *arguments, "--port", "0"],
+            [sys.executable, "-m", module, "serve", *arguments, "--port", "0"],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True,
         )  # fmt: skip
         self.lines: list[str] = []

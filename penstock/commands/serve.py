@@ -16,11 +16,11 @@ from penstock.engine import setup
 from penstock.engine.timeline import Timeline, process_started
 from penstock.engine.tokenizer import Tokenizer
 from penstock.server import config as server_config
-from penstock.server.supervisor import Supervisor
+from penstock.server.supervisor import ENGINE_MODULE, Supervisor
 
 
-def run(sourced: Sourced) -> int:
-    """Serve until told to stop; return the exit status."""
+def run(sourced: Sourced, *, engine_module: str = ENGINE_MODULE) -> int:
+    """Serve until told to stop; return the exit status. `engine_module` is what the engine process runs."""
     timeline = Timeline(process_started())
     config, _ = server_config.resolve(sourced)
     telemetry.configure_logging(config.log_format, process="supervisor")
@@ -37,7 +37,15 @@ def run(sourced: Sourced) -> int:
             console.print(banner(supervisor, config.served_name, line), soft_wrap=True)
 
         async def serve() -> int:
-            supervisor = Supervisor(sourced, config, files, timeline, on_ready=announce, on_progress=bar.show)
+            supervisor = Supervisor(
+                sourced,
+                config,
+                files,
+                timeline,
+                on_ready=announce,
+                on_progress=bar.show,
+                engine_module=engine_module,
+            )
             return await supervisor.run()
 
         return asyncio.run(serve())

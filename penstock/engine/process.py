@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import uuid
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -43,6 +44,8 @@ from penstock.engine.timeline import Timeline
 from penstock.errors import PenstockError
 
 log = logging.getLogger("penstock.engine")
+
+Build = Callable[..., BuiltEngine]
 
 
 class EngineProcess:
@@ -161,12 +164,13 @@ class EngineProcess:
         )
 
 
-def main() -> int:
+def main(build: Build = build_engine) -> int:
+    """Serve what `build` puts together from the setup on standard input; return the exit status."""
     setup = decode_setup(sys.stdin.buffer.read(), EngineSetup)
     telemetry.configure_logging("json" if setup.log_format == "json" else "text", process="engine")
     timeline = Timeline(setup.started)
     try:
-        built = build_engine(setup.sourced, setup.files, timeline, progress=_report_progress)
+        built = build(setup.sourced, setup.files, timeline, progress=_report_progress)
     except PenstockError as error:
         _notify(Refused(str(error)))
         return 2

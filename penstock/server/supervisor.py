@@ -30,6 +30,8 @@ from penstock.telemetry import log_event
 
 log = logging.getLogger("penstock.supervisor")
 
+ENGINE_MODULE = "penstock.engine.process"
+
 # An engine that dies this often without ever having been ready will not get better by itself.
 _MAX_FAILED_STARTS = 5
 _RESTART_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0)
@@ -55,6 +57,7 @@ class Supervisor:
         *,
         on_ready: Callable[["Supervisor"], None],
         on_progress: Callable[[Progress], None],
+        engine_module: str = ENGINE_MODULE,
     ) -> None:
         self.config = config
         self.timeline = timeline
@@ -62,6 +65,7 @@ class Supervisor:
         self._files = files
         self._on_ready = on_ready
         self._on_progress = on_progress
+        self._engine_module = engine_module
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))  # mode 0700: only we may connect
         self._listener = _listen(config.host, config.port)
         self._stopping = asyncio.Event()
@@ -154,7 +158,7 @@ class Supervisor:
         engine = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "penstock.engine.process",
+            self._engine_module,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

@@ -1,136 +1,121 @@
-"""Processes that die, clients that leave, signals that come: nobody hangs, nothing is left behind."""
+"""Processes that die or stand still, signals that come: nobody hangs, nothing is left behind."""
 
-import json
+import asyncio
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
 import httpx
-import pytest
 
-from tests.server_process import ServerProcess, until, write_tiny_model
+from tests.faults.caller import call, completion_body, tally
+from tests.faults.conftest import DUMMY, is_idle
+from tests.server_process import ServerProcess, until
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+NUM_STREAMS = 64
 
 
-@pytest.fixture(scope="module")
-def server(model):
-    with ServerProcess(str(model), "--load-format", "dummy", "--kv-memory", "64MiB") as running:
-        yield running.wait_ready()
+def running(server):
+    return server.metric("penstock_total_running_requests")
 
 
-def body(**changes):
-    return {
-        "model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True, "stream": True,
-        "temperature": 0, **changes,
-    }  # fmt: skip
+def in_progress(server):
+    return running(server) + server.metric("penstock_total_queued_requests")
 
 
-class Stream:
-    """One open stream, read in a thread."""
-
-    def __init__(self, url, **changes):
-        self.events: list[str] = []
-        self.ended_at: float | None = None
-        self.failure: Exception | None = None
-        self._url = url
-        self._body = body(**changes)
-        self.thread = threading.Thread(target=self._read, daemon=True)
-        self.thread.start()
-
-    def _read(self):
-        try:
-            with httpx.stream("POST", f"{self._url}/v1/completions", json=self._body, timeout=60) as response:
-                self.events += [line for line in response.iter_lines() if line]
-        except httpx.HTTPError as error:
-            self.failure = error
-        self.ended_at = time.monotonic()
-
-    def begun(self):
-        return self.thread.is_alive() or self.events
+def ask(server, **changes):
+    body = completion_body(stream=False, max_tokens=5, **changes)
+    headers = {"content-type": "application/json"}
+    return httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=30)
 
 
-def is_idle(server):
-    return (
-        server.metric("penstock_total_running_requests") == 0 and server.metric("penstock_total_queued_requests") == 0
-    )
+async def opened(server, count, **changes):
+    """Open streams and wait until the engine has them all."""
+    calls = [asyncio.create_task(call(server.url, completion_body(**changes))) for _ in range(count)]
+    await asyncio.to_thread(until, lambda: in_progress(server) >= count, 30, f"{count} open streams")
+    return calls
 
 
-def test_a_killed_engine_ends_streams_with_a_typed_error_and_comes_back(server):
-    streams = [Stream(server.url) for _ in range(8)]
-    until(lambda: server.metric("penstock_total_running_requests") >= 8, 20, "eight running requests")
+async def test_a_killed_engine_ends_every_stream_with_a_typed_error_and_comes_back(server, server_folder, patience):
+    calls = await opened(server, NUM_STREAMS)
     killed = time.monotonic()
     os.kill(server.engine_pid, signal.SIGKILL)
-    for stream in streams:
-        stream.thread.join(20)
-        assert stream.ended_at is not None
-        assert stream.ended_at - killed < 2.0
-        error = json.loads(stream.events[-1].removeprefix("data: "))["error"]
-        assert error["code"] == "engine_failed"
+    outcomes = await asyncio.gather(*calls)
+    assert {outcome.code for outcome in outcomes} == {"engine_failed"}
+    assert max(outcome.ended for outcome in outcomes) - killed < 2.0 * patience
     assert server.get("/live")[0] == 200
-    until(lambda: server.get("/ready")[0] == 200, 60, "the engine's return")
-    response = httpx.post(f"{server.url}/v1/completions", json=body(stream=False, max_tokens=5), timeout=30)
-    assert response.status_code == 200
+    await asyncio.to_thread(until, lambda: server.get("/ready")[0] == 200, 60, "the engine's return")
+    assert ask(server).status_code == 200
     assert len(server.children("penstock.engine.process")) == 1
+    assert len(list(server_folder.rglob("engine.sock"))) == 1
 
 
-def test_a_killed_worker_leaves_no_request_running_and_is_replaced(server):
-    until(lambda: server.get("/ready")[0] == 200, 60, "readiness")
-    stream = Stream(server.url)
-    until(lambda: server.metric("penstock_total_running_requests") >= 1, 20, "a running request")
+async def test_a_killed_worker_leaves_no_request_running_and_is_replaced(server):
+    calls = await opened(server, 2)
     before = server.worker_pid
     os.kill(before, signal.SIGKILL)
+    outcomes = await asyncio.gather(*calls)
+    assert tally(outcomes) == {"connection_error": 2}
     until(lambda: server.worker_pid != before and server.get("/ready")[0] == 200, 60, "a new worker")
-    until(lambda: is_idle(server) and server.metric("penstock_kv_blocks_used") == 0, 10, "an idle engine")
-    stream.thread.join(10)
-    assert stream.ended_at is not None
+    until(lambda: is_idle(server), 10, "an idle engine")
+    assert ask(server).status_code == 200
 
 
-def test_a_client_that_leaves_frees_its_blocks(server):
-    until(lambda: server.get("/ready")[0] == 200, 60, "readiness")
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body(n=4), timeout=60) as response:
-        next(response.iter_lines())
-        assert response.status_code == 200
-    until(lambda: is_idle(server) and server.metric("penstock_kv_blocks_used") == 0, 10, "an idle engine")
+async def test_an_engine_that_stands_still_is_not_ready_and_recovers(server, patience):
+    calls = await opened(server, 2, max_tokens=700)
+    engine = server.engine_pid
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        seconds = until(lambda: server.get("/ready")[0] == 503, 30, "not being ready")
+        assert "stood still" in server.get("/ready")[1]
+        assert server.get("/live")[0] == 200
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    assert seconds < 3.0 * patience
+    until(lambda: server.get("/ready")[0] == 200, 10, "readiness")
+    assert tally(await asyncio.gather(*calls)) == {"completed": 2}, "streams go on where they stood"
+    assert server.engine_pid == engine
 
 
-def test_sigterm_lets_open_requests_finish(model):
-    with ServerProcess(str(model), "--load-format", "dummy", "--kv-memory", "64MiB") as server:
+async def test_a_server_that_ends_leaves_no_process_file_or_shared_memory(model, tmp_path):
+    before = shared_memory()
+    with ServerProcess(str(model), *DUMMY, folder=tmp_path) as server:
         server.wait_ready()
-        stream = Stream(server.url, max_tokens=400)
-        until(lambda: server.metric("penstock_total_running_requests") >= 1, 20, "a running request")
-        assert server.stop() == 0
-        stream.thread.join(20)
-        assert stream.failure is None
-        assert stream.events[-1] == "data: [DONE]"
+        family = [server.engine_pid, server.worker_pid]
+        calls = await opened(server, 1, max_tokens=400)
+        assert await asyncio.to_thread(server.stop) == 0
+        assert tally(await asyncio.gather(*calls)) == {"completed": 1}, "SIGTERM lets open requests finish"
+    assert not any(_alive(pid) for pid in family)
+    assert list(tmp_path.iterdir()) == []
+    assert shared_memory() <= before
 
 
-def test_a_second_signal_ends_at_once_and_leaves_no_process(model):
-    with ServerProcess(str(model), "--load-format", "dummy", "--kv-memory", "64MiB") as server:
+async def test_a_second_signal_ends_at_once_and_leaves_no_process(model, patience):
+    with ServerProcess(str(model), *DUMMY) as server:
         server.wait_ready()
-        Stream(server.url)
-        until(lambda: server.metric("penstock_total_running_requests") >= 1, 20, "a running request")
+        calls = await opened(server, 1)
         family = [server.engine_pid, server.worker_pid]
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        await asyncio.sleep(0.3)
         assert server.process.poll() is None, "open requests may go on after the first signal"
         began = time.monotonic()
-        server.stop()
-        assert time.monotonic() - began < 5.0
+        await asyncio.to_thread(server.stop)
+        assert time.monotonic() - began < 5.0 * patience
         until(lambda: not any(_alive(pid) for pid in family), 5, "the end of every process")
+        await asyncio.gather(*calls)
 
 
 def test_processes_do_not_outlive_a_killed_supervisor(model):
-    with ServerProcess(str(model), "--load-format", "dummy", "--kv-memory", "64MiB") as server:
+    with ServerProcess(str(model), *DUMMY) as server:
         server.wait_ready()
         family = [server.engine_pid, server.worker_pid]
         server.process.kill()
         until(lambda: not any(_alive(pid) for pid in family), 10, "the end of every process")
+
+
+def shared_memory() -> set[str]:
+    """Names of our own segments: other programs come and go."""
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("penstock", "torch"))}
 
 
 def _alive(pid: int) -> bool:

@@ -118,9 +118,16 @@ def test_wipes_of_a_step_that_failed_are_made_by_a_later_one(tiny, engine, monke
     blocks = poison(engine, "broken")
     drain(engine)
     pool = engine.runner._kv_pool
-    wipes = iter([lambda _: 1 / 0])
     wipe = pool.wipe
-    monkeypatch.setattr(pool, "wipe", lambda blocks: next(wipes, wipe)(blocks))
+    attempts = []
+
+    def fail_once(blocks):
+        attempts.append(blocks)
+        if len(attempts) == 1:
+            raise MemoryError
+        wipe(blocks)
+
+    monkeypatch.setattr(pool, "wipe", fail_once)
     engine.submit(submit("unlucky", [1, 2]))
     assert drain(engine)["unlucky"][-1].finish is FinishReason.ERROR
     engine.submit(submit("later", PROMPTS["later"]))
