@@ -117,7 +117,8 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(10)
-        self._reader.join(10)
+        self._reader.join(30)
+        assert not self._reader.is_alive(), "a process outlived its server and holds its output"
         assert self.process.stdout is not None
         self.process.stdout.close()
 

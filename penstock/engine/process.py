@@ -47,20 +47,23 @@ log = logging.getLogger("penstock.engine")
 
 Build = Callable[..., BuiltEngine]
 
+# Having nothing to do is told sooner than the rest: whoever sends work, drains or scales down waits for it.
+_IDLE_STATS_SECONDS = 0.05
+
 
 class EngineProcess:
     """Owns the socket and turns frames into calls, events into frames."""
 
-    def __init__(self, built: BuiltEngine, socket_path: str, timeline: Timeline) -> None:
+    def __init__(self, built: BuiltEngine, socket_path: str, timeline: Timeline, *, parent_pid: int) -> None:
         self._engine = built.engine
         self._built = built
         self._timeline = timeline
         self._epoch = uuid.uuid4().hex
-        self._parent = os.getppid()
+        self._parent = parent_pid
         self._clients: set[bytes] = set()
         self._canary = Canary(built.engine, seconds) if (seconds := built.config.canary_seconds) else None
         self._pulse = Pulse(pulse_path(socket_path))
-        self._stats_due = 0.0
+        self._stats_due = self._stats_at = 0.0
         self._stopping = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -79,6 +82,8 @@ class EngineProcess:
             if self._engine.has_work:
                 events = self._engine.step()
                 self._send(events if self._canary is None else self._canary.sift(events))
+                if not self._engine.has_work:
+                    self._stats_due = min(self._stats_due, self._stats_at + _IDLE_STATS_SECONDS)
             self._send_stats()
         self._pulse.close()
         self._engine.runner.close()
@@ -137,7 +142,7 @@ class EngineProcess:
         now = time.monotonic()
         if now < self._stats_due:
             return
-        self._stats_due = now + STATS_SECONDS
+        self._stats_at, self._stats_due = now, now + STATS_SECONDS
         self._stopping = self._stopping or os.getppid() != self._parent
         frame = encode(self._stats())
         for client in self._clients:
@@ -174,7 +179,7 @@ def main(build: Build = build_engine) -> int:
     except PenstockError as error:
         _notify(Refused(str(error)))
         return 2
-    process = EngineProcess(built, setup.socket_path, timeline)
+    process = EngineProcess(built, setup.socket_path, timeline, parent_pid=setup.parent_pid)
     # An interrupt from the terminal reaches every process: what it means is the supervisor's to say.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: process.stop())

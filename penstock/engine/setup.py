@@ -17,6 +17,7 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     files: ModelFiles
     socket_path: str
     log_format: str
+    parent_pid: int  # asked for here, because by the time a child could look its parent may be gone
     started: float  # time.monotonic() when the process was asked for
 
     @property

@@ -153,6 +153,7 @@ class Supervisor:
             files=self._files,
             socket_path=self._socket_path,
             log_format=self.config.log_format,
+            parent_pid=os.getpid(),
             started=time.monotonic(),
         )
         engine = await asyncio.create_subprocess_exec(
@@ -205,6 +206,7 @@ class Supervisor:
             files=self._files,
             engine_socket=self._socket_path,
             identity=identity.decode(),
+            parent_pid=os.getpid(),
             listen_fd=self._listener.fileno(),
         )
         worker = await asyncio.create_subprocess_exec(

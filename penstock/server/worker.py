@@ -53,7 +53,7 @@ class Worker:
 
     def __init__(self, setup: WorkerSetup, context: ServerContext) -> None:
         self._context = context
-        self._parent = os.getppid()
+        self._parent = setup.parent_pid
         self._socket = socket.socket(fileno=setup.listen_fd)
         self._drain_seconds = setup.config.drain_seconds
         limits = ConnectionLimits()

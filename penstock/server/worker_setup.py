@@ -13,4 +13,5 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     files: ModelFiles  # for the tokenizer and its chat template
     engine_socket: str
     identity: str  # this worker's name for the engine and in the log
+    parent_pid: int  # asked for here, because by the time a child could look its parent may be gone
     listen_fd: int  # an inherited socket that already listens

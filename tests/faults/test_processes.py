@@ -113,6 +113,14 @@ def test_processes_do_not_outlive_a_killed_supervisor(model):
         until(lambda: not any(_alive(pid) for pid in family), 10, "the end of every process")
 
 
+def test_an_engine_that_was_starting_does_not_outlive_a_killed_supervisor_either(model):
+    with ServerProcess(str(model), *DUMMY) as starting:
+        until(lambda: starting.children("penstock.engine.process"), 30, "the start of an engine")
+        engine = starting.engine_pid
+        starting.process.kill()
+        until(lambda: not _alive(engine), 30, "the end of the engine")
+
+
 def shared_memory() -> set[str]:
     """Names of our own segments: other programs come and go."""
     return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("penstock", "torch"))}

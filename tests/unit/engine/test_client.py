@@ -1,6 +1,7 @@
 """Client and engine process over a real Unix socket, with the fake model behind the real scheduler."""
 
 import asyncio
+import os
 import threading
 import time
 
@@ -37,7 +38,9 @@ class RunningEngine:
 
     def __init__(self, path):
         self.engine = make_engine(vocab_size=VOCAB, max_waiting=10)
-        self.process = EngineProcess(BuiltEngine(self.engine, CONFIG, SPEC, []), str(path), Timeline(time.monotonic()))
+        built = BuiltEngine(self.engine, CONFIG, SPEC, [])
+        timeline = Timeline(time.monotonic())
+        self.process = EngineProcess(built, str(path), timeline, parent_pid=os.getppid())
         self.thread = threading.Thread(target=self.process.run)
         self.thread.start()
 
@@ -192,6 +195,7 @@ def test_options_reach_the_engine_process_unchanged(tmp_path):
     sourced = gather({"port": 9000, "max_running": 3}, environ={})
     setup = EngineSetup(
         options=sourced.options, sources=dict(sourced.sources), files=ModelFiles("m", "gguf", tmp_path / "m.gguf"),
-        socket_path="s", log_format="text", started=1.0,
+        socket_path="s", parent_pid=1,
+        log_format="text", started=1.0,
     )  # fmt: skip
     assert decode_setup(encode_setup(setup), EngineSetup) == setup

@@ -83,6 +83,7 @@ def setup_for(folder: Path, listener: socket.socket, **changes: object) -> bytes
             files=files,
             engine_socket=str(folder / "engine.sock"),
             identity="worker-0",
+            parent_pid=os.getpid(),
             listen_fd=listener.fileno(),
         )
     )
@@ -200,9 +201,10 @@ async def test_a_request_leaves_one_structured_log_line(engine, start):
 
 
 PARENT = """
-import subprocess, sys, time
+import json, os, subprocess, sys, time
 worker = subprocess.Popen([sys.executable, "-m", "penstock.server.worker"], stdin=subprocess.PIPE, pass_fds=[{fd}])
-worker.stdin.write(sys.stdin.buffer.read())
+setup = json.loads(sys.stdin.buffer.read())
+worker.stdin.write(json.dumps({{**setup, "parent_pid": os.getpid()}}).encode())
 worker.stdin.close()
 print(worker.pid, flush=True)
 time.sleep(600)
