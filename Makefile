@@ -15,13 +15,14 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet --quiet
 INSTALLED := $(VENV)/.installed-$(subst =,,$(subst /,_,$(firstword $(TORCH))))
 INSTALLED_TEST := $(INSTALLED)-test
 
-.PHONY: help serve test test-slow clean
+.PHONY: help serve test test-slow faults clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make serve       install Penstock into $(VENV), fetch the default model and serve it (ARGS=\"--port 9000\")"
 	@echo "make test        lint, types and the whole test suite: what CI runs"
 	@echo "make test-slow   the tests that take minutes"
+	@echo "make faults      fault tests in their long form, soaks included: half an hour"
 	@echo "make clean       remove $(VENV) and caches"
 
 serve: $(INSTALLED)
@@ -32,6 +33,9 @@ test: $(INSTALLED_TEST)
 
 test-slow: $(INSTALLED_TEST)
 	@exec $(VENV)/bin/python -m pytest -m slow
+
+faults: $(INSTALLED_TEST)
+	@exec $(VENV)/bin/python -m pytest tests/faults -m "faults or not faults" -s
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

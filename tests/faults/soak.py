@@ -12,6 +12,9 @@ from pathlib import Path
 from tests.faults.caller import Outcome, call, completion_body, tally
 from tests.server_process import ServerProcess, until
 
+# A small cache, all of which has been used once before the measuring begins: untouched memory is not resident.
+SOAK_FLAGS = ("--load-format", "dummy", "--kv-memory", "4MiB", "--log-format", "json")
+
 _PAGE_KB = os.sysconf("SC_PAGE_SIZE") / 1024
 # Requests by which allocators, caches and thread pools have reached their size.
 _WARM_UP_PART = 0.3
@@ -20,7 +23,7 @@ _WARM_UP_PART = 0.3
 @dataclass(frozen=True)
 class Sample:
     num_requests: int
-    resident_kb: float
+    resident_kb: list[float]  # of each process
     num_files: int
 
 
@@ -31,6 +34,7 @@ class SteadyReport:
     num_requests: int
     seconds: float
     kb_per_request: float  # slope of resident memory, all processes together
+    kb_per_request_of_each: dict[str, float]
     num_files_first: int
     num_files_last: int
     outcomes: dict[str, int]
@@ -46,8 +50,13 @@ def family(server: ServerProcess) -> list[int]:
     return found
 
 
+def name_of(pid: int) -> str:
+    """The module that a process runs."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[2].decode()
+
+
 def sample(pids: list[int], num_requests: int) -> Sample:
-    resident = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids) * _PAGE_KB
+    resident = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_KB for pid in pids]
     files = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
     return Sample(num_requests, resident, files)
 
@@ -86,10 +95,16 @@ async def steady(server: ServerProcess, seconds: float, *, num_callers: int = 8)
     await asyncio.gather(*callers)
     until(lambda: server.metric("penstock_kv_blocks_used") == 0, 10, "an idle engine")
     warm = [item for item in samples if item.num_requests >= _WARM_UP_PART * len(outcomes)]
+    places = [item.num_requests for item in warm]
+    slopes = {
+        f"{name_of(pid)} {pid}": slope(places, [item.resident_kb[index] for item in warm])
+        for index, pid in enumerate(pids)
+    }
     return SteadyReport(
         len(outcomes),
         time.monotonic() - began,
-        slope([item.num_requests for item in warm], [item.resident_kb for item in warm]),
+        sum(slopes.values()),
+        slopes,
         warm[0].num_files,
         warm[-1].num_files,
         dict(Counter(outcomes)),
