@@ -16,8 +16,8 @@ from tests.server_process import ServerProcess, until
 SOAK_FLAGS = ("--load-format", "dummy", "--kv-memory", "4MiB", "--log-format", "json")
 
 _PAGE_KB = os.sysconf("SC_PAGE_SIZE") / 1024
-# Requests by which allocators, caches and thread pools have reached their size.
-_WARM_UP_PART = 0.3
+# By then allocators, thread pools and the library's cache of compiled products (one for each shape) have their size.
+_WARM_UP_PART = 0.5
 
 
 @dataclass(frozen=True)
