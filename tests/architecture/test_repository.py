@@ -12,7 +12,16 @@ from tests.architecture.source_tree import PACKAGE, REPOSITORY
 
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")])
 EXPECTED = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml", ".ci/run"]
-DOCS = ["architecture.md", "api.md", "metrics.md", "benchmarks.md", "log.md", "simulation.md", "promises.md", "security.md"]
+DOCS = [
+    "architecture.md",
+    "api.md",
+    "metrics.md",
+    "benchmarks.md",
+    "log.md",
+    "simulation.md",
+    "promises.md",
+    "security.md",
+]
 
 # Written in two parts, so that this file does not hold what it forbids.
 MACHINE = re.compile(
