@@ -25,6 +25,7 @@ _NUM_COMPARED = 5  # of the likeliest tokens
 # Between log-probabilities. Steps of other sizes and chunks round otherwise, by a tenth of this at most.
 _TOLERANCE = 0.25
 _RETRY_SECONDS = 1.0
+_MAX_ERRORS = 3
 
 FAULT = "the KV cache changed the answer to a known prompt; it was emptied, and the prompt is being tried again"
 
@@ -40,6 +41,7 @@ class Canary:
         self._clock = clock
         self._due = clock()
         self._asked = False
+        self._num_errors = 0  # in a row
         self._expected: dict[int, float] | None = None
         config, block_tokens = engine.scheduler.config, engine.scheduler.cache.block_tokens
         # Two whole blocks and the one token that is always computed.
@@ -75,9 +77,9 @@ class Canary:
         self._asked = False
         self._due = self._clock() + self._interval_seconds
         if event.logprobs is None:
-            if event.error_code == EngineFailed.code:
-                self._fail()
-            return  # else refused, as anybody's request may be: nothing was learned
+            self._note_no_answer(event)
+            return
+        self._num_errors = 0
         found = dict(event.logprobs[0].top)
         if self._expected is None:
             self._expected = dict(event.logprobs[0].top[:_NUM_COMPARED])
@@ -85,6 +87,14 @@ class Canary:
             self.fault = None
         else:
             self._fail()
+
+    def _note_no_answer(self, event: TokenEvent) -> None:
+        """Refused, as anybody's request may be, or failed, as a neighbour's may make it: once teaches nothing."""
+        self._num_errors += event.error_code == EngineFailed.code
+        if self._num_errors >= _MAX_ERRORS:
+            self._fail()
+        elif self._num_errors:
+            self._due = self._clock() + min(_RETRY_SECONDS, self._interval_seconds)
 
     def _fail(self) -> None:
         self.num_failures += 1

@@ -6,6 +6,7 @@ from tests.architecture.source_tree import modules
 
 # Who may look at the wall clock, and for what: to tell people or other machines a date, never to measure or to wait.
 STAMPS = {
+    "commands.profile": "the date of a profile",
     "server.worker": "when the server started, for /v1/models",
     "server.routes.chat": "`created` of an answer",
     "server.routes.completions": "`created` of an answer",

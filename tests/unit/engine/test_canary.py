@@ -116,6 +116,16 @@ def test_a_refusal_teaches_nothing(engine, canary, clock):
     assert (canary.fault, canary.num_failures) == (None, 0)
 
 
+def test_failing_with_a_neighbour_once_is_no_fault_but_failing_on_is(engine, canary, clock, monkeypatch):
+    monkeypatch.setattr(engine.runner._model, "forward", None)  # every step raises
+    faults = []
+    for _ in range(3):
+        clock.now += 61
+        ask(canary, engine)
+        faults.append(canary.fault is not None)
+    assert faults == [False, False, True]
+
+
 def test_other_requests_events_pass_through(engine, canary, clock):
     clock.now += 61
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)

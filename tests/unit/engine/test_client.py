@@ -195,7 +195,6 @@ def test_options_reach_the_engine_process_unchanged(tmp_path):
     sourced = gather({"port": 9000, "max_running": 3}, environ={})
     setup = EngineSetup(
         options=sourced.options, sources=dict(sourced.sources), files=ModelFiles("m", "gguf", tmp_path / "m.gguf"),
-        socket_path="s",
-        log_format="text", started=1.0,
+        socket_path="s", log_format="text", parent_pid=1, started=1.0,
     )  # fmt: skip
     assert decode_setup(encode_setup(setup), EngineSetup) == setup
