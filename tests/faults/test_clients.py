@@ -29,7 +29,10 @@ async def leave_at_random(server, count, at_once, seed):
             )
             unsent = dice.choice([0, 0, 0, 1, len(body)])
             return await call(
-                server.url, body, leave_after_seconds=dice.choice([0.0, 0.001, 0.02, 0.1, 0.3]), leave_unsent=unsent
+                server.url,
+                body,
+                leave_after_seconds=dice.choice([0.0, 0.005, 0.02, 0.05, 0.1, 0.3]),
+                leave_unsent=unsent,
             )
 
     return await asyncio.gather(*[one() for _ in range(count)])
@@ -37,7 +40,7 @@ async def leave_at_random(server, count, at_once, seed):
 
 @pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.faults)])
 async def test_callers_who_leave_at_any_moment_leave_nothing_behind(server, patience, count):
-    outcomes = await leave_at_random(server, count, at_once=32, seed=count)
+    outcomes = await leave_at_random(server, count, at_once=16, seed=count)
     assert len(outcomes) == count
     seconds = await asyncio.to_thread(until, lambda: is_idle(server), 30, "an idle engine")
     print(f"idle {seconds:.2f} s after {count} callers left")

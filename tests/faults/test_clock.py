@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import httpx
+import pytest
 
 from tests.faults.caller import call, completion_body, tally
 from tests.faults.conftest import DUMMY
@@ -24,6 +25,7 @@ def created(server):
     return httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=30).json()["created"]
 
 
+@pytest.mark.faults  # its short form is the rule that tests/architecture/test_clocks.py checks
 async def test_jumps_of_the_wall_clock_change_nothing_but_stamps(model, tmp_path, monkeypatch):
     offset = tmp_path / "offset"
     offset.write_text("0")

@@ -78,7 +78,7 @@ def check_generated(request):
 
 
 @seed(1)
-@settings(max_examples=SHORT * 5, deadline=None, suppress_health_check=QUIET, database=None)
+@settings(max_examples=SHORT * 3, deadline=None, suppress_health_check=QUIET, database=None)
 @given(request=requests())
 def test_bent_requests_are_answered_or_refused(request):
     check_generated(request)
@@ -132,7 +132,7 @@ def _content(request):
 
 @schema.parametrize()
 @seed(1)
-@settings(max_examples=SHORT // 3, deadline=None, suppress_health_check=QUIET, database=None)
+@settings(max_examples=SHORT // 5, deadline=None, suppress_health_check=QUIET, database=None)
 def test_requests_made_from_the_document_never_fail_on_our_side(case):
     check_case(case)
 
