@@ -127,6 +127,28 @@ def explain(sourced: Sourced, json: Json = False) -> int:
     return explain.run(sourced, as_json=json)
 
 
+@app.command(name="plan-memory", epilog=EPILOG)
+@takes_options(
+    "model",
+    "revision",
+    "load_format",
+    "precision",
+    "max_context_tokens",
+    "cache_dir",
+    "device",
+    "simulated_profile",
+    "kv_memory",
+    "block_tokens",
+    "max_running",
+    "max_step_tokens",
+)
+def plan_memory(sourced: Sourced, json: Json = False) -> int:
+    """Show what a model will take of the device's memory, and what fits."""
+    from penstock.commands import memory
+
+    return memory.run(sourced, as_json=json)
+
+
 @app.command(epilog=EPILOG)
 @takes_options("device", "cache_dir", "host", "port")
 def doctor(sourced: Sourced, json: Json = False) -> int:

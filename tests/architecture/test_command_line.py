@@ -10,7 +10,7 @@ from penstock.config import Options, flag
 
 COMMANDS = ["serve", "pull", "models", "chat", "generate", "explain", "doctor", "version"]
 # Commands for those who develop or operate; like the groups, their flags are their own.
-TOOLS = ["simulate"]
+TOOLS = ["simulate", "plan-memory"]
 # Groups of commands for those who develop or operate; their flags are their own.
 GROUPS = {"bench": ["serve", "offline", "profile", "compare"]}
 
@@ -54,6 +54,7 @@ OWN_FLAGS = {
     "chat": ["--url", "--api-key", "--model", "--system", "--max-tokens", "--temperature"],
     "generate": ["--max-tokens", "--temperature"],
     "explain": ["--json"],
+    "plan-memory": ["--json"],
     "doctor": ["--json"],
     "version": [],
     "serve": [],
