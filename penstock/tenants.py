@@ -1,0 +1,112 @@
+"""Who calls and on what terms: the data that keys, quotas, the server and the gateway pass to each other.
+
+Plain structs and the checks of their values. Knows nothing of where keys are stored or how limits are kept.
+"""
+
+import math
+import re
+from typing import Any
+
+import msgspec
+
+# Whom requests count for where no keys are used.
+OPEN_TENANT = "open"
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a tenant may use. None: as much as there is."""
+
+    requests_per_minute: int | None = None
+    input_tokens_per_minute: int | None = None
+    output_tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+    tokens_per_day: int | None = None  # input and output together; days are UTC's
+    longest_context: int | None = None  # prompt and answer of one request, in tokens
+
+    @property
+    def are_metered(self) -> bool:
+        """Whether any limit depends on what was used before. The longest context does not."""
+        return any(
+            limit is not None
+            for limit in (
+                self.requests_per_minute,
+                self.input_tokens_per_minute,
+                self.output_tokens_per_minute,
+                self.concurrent_requests,
+                self.tokens_per_day,
+            )
+        )
+
+
+class Targets(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a tenant's requests aim for where they do not say so themselves."""
+
+    ttft_seconds: float | None = None
+    time_per_token_seconds: float | None = None
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a key is worth."""
+
+    admin: bool = False  # also opens admin routes
+    weight: float = 1.0  # share of a busy engine, against other tenants'
+    priority: int = 0  # larger runs earlier
+    models: tuple[str, ...] | None = None  # the only ones it may use; None: all
+    limits: Limits = Limits()
+    targets: Targets = Targets()
+
+
+class ApiKey(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One secret, known by its digest. Its name is the tenant that its requests count for."""
+
+    name: str
+    sha256: str
+    terms: Terms = Terms()
+    expires_at: float | None = None  # Unix time; the old secret of a rotated key
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """Who sent a request, and on what terms."""
+
+    tenant: str
+    terms: Terms = Terms()
+
+    def may_use(self, model: str) -> bool:
+        return self.terms.models is None or model in self.terms.models
+
+
+def check_name(name: Any) -> str | None:
+    """Return what is wrong with a key's name, or None."""
+    if isinstance(name, str) and _NAME.fullmatch(name):
+        return None
+    return "needs a name of up to 64 letters, digits, '.', '_' or '-'"
+
+
+def check_terms(terms: Terms) -> str | None:
+    """Return what is wrong with terms of the right types, or None."""
+    if not math.isfinite(terms.weight) or terms.weight <= 0:
+        return "weight must be a number over 0"
+    if not -1000 <= terms.priority <= 1000:
+        return "priority must be from -1000 to 1000"
+    if terms.models is not None and not terms.models:
+        return "models must name at least one, or be left out"
+    for struct in (terms.limits, terms.targets):
+        for field in struct.__struct_fields__:
+            value = getattr(struct, field)
+            if value is not None and not (math.isfinite(value) and 0 < value < 2**53):
+                return f"{field} must be a number over 0"
+    return None
+
+
+def read_terms(document: dict[str, Any]) -> Terms:
+    """Return the terms that a document of plain values states. Raises ValueError with the reason."""
+    try:
+        terms = msgspec.convert(document, Terms)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+    wrong = check_terms(terms)
+    if wrong is not None:
+        raise ValueError(wrong)
+    return terms

@@ -1,0 +1,57 @@
+"""A store for each test, on either database. PostgreSQL has its own clock; SQLite gets one that tests can move."""
+
+import pytest
+from sqlalchemy import create_engine
+
+from penstock.store.database import Database
+from penstock.store.schema import metadata
+from tests.postgres_server import running_postgres
+
+NOON = 1_750_000_000.0 - 1_750_000_000.0 % 86400 + 43200
+
+
+class Clock:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self, now: float = NOON) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(scope="session")
+def postgres_url():
+    with running_postgres() as url:
+        yield url
+
+
+@pytest.fixture
+def sqlite_database(tmp_path, clock):
+    database = Database.open(str(tmp_path / "penstock.db"), clock=clock)
+    yield database
+    database.close()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def any_location(request, tmp_path):
+    """Where an empty store is to be, on each database."""
+    if request.param == "sqlite":
+        return str(tmp_path / "penstock.db")
+    url = request.getfixturevalue("postgres_url")
+    engine = create_engine(url.replace("postgresql://", "postgresql+psycopg://"))
+    metadata.drop_all(engine)
+    engine.dispose()
+    return url
+
+
+@pytest.fixture
+def any_database(any_location):
+    database = Database.open(any_location)
+    yield database
+    database.close()
