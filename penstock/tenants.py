@@ -77,6 +77,30 @@ class Caller(msgspec.Struct, frozen=True):
         return self.terms.models is None or model in self.terms.models
 
 
+class StoredKey(msgspec.Struct, frozen=True):
+    """One key as it may be shown: without its secrets."""
+
+    name: str
+    terms: Terms
+    created_at: float
+    revoked_at: float | None
+    num_secrets: int  # that open it now; two while an old one runs out after a rotation
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Counts of one tenant, model and day."""
+
+    tenant: str
+    model: str
+    day: str  # 2026-01-31
+    requests: int = 0  # answered, at least in part
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt tokens, those that were in the prefix cache
+    output_tokens: int = 0
+    refused: int = 0  # for a limit or a full queue
+    errors: int = 0  # the server's own
+
+
 def check_name(name: Any) -> str | None:
     """Return what is wrong with a key's name, or None."""
     if isinstance(name, str) and _NAME.fullmatch(name):

@@ -1,23 +1,32 @@
 """The server's own configuration: resolved once from the options, frozen, explained.
 
-Also reads what the options name, so that a wrong file is an error at start-up: the keys and the chat template. Knows
-nothing of the engine.
+Also reads what the options name, so that a wrong file is an error at start-up: the keys, the chat template and the
+shared prefixes. Makes nothing: `prepare_store` does. Knows nothing of the engine.
 """
 
+import dataclasses
 import ipaddress
+import logging
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config import Options, Setting, Sourced
-from penstock.errors import ConfigError
-from penstock.server.auth import ApiKey, load_keys
-from penstock.telemetry import LogFormat
+from penstock.errors import ConfigError, StoreUnavailable
+from penstock.server.auth import load_keys
+from penstock.server.shared_prefixes import DeclaredPrefix, load_prefixes
+from penstock.store.database import Database, default_location, exists, shown
+from penstock.store.keys import KeyStore
+from penstock.telemetry import LogFormat, log_event
+from penstock.tenants import ApiKey
+
+log = logging.getLogger("penstock.server")
 
 _CORES_PER_WORKER = 8
 _MAX_AUTO_WORKERS = 8
 _MAX_TEMPLATE_BYTES = 1024 * 1024
+_NO_STORE = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +35,13 @@ class ServerConfig:
     port: int
     workers: int
     served_name: str
-    keys: tuple[ApiKey, ...]  # empty: open to anyone who can connect
+    keys: tuple[ApiKey, ...]  # as they were at the start
+    keys_file: str | None = None  # where they come from; None: from the store
+    needs_keys: bool = False  # else, without keys, open to anyone who can connect
+    store: str | None = None  # a path or URL; None: no usage is kept, and no key has limits
+    store_is_default: bool = False
+    admin: str | None = None  # ADDRESS:PORT or unix:PATH; None: a socket in the run folder
+    shared_prefixes: tuple[DeclaredPrefix, ...] = ()
     chat_template: str | None  # the template's text, where it replaces the model's
     max_body_bytes: int
     drain_seconds: float
@@ -36,10 +51,14 @@ class ServerConfig:
 def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
     """Return the configuration and why each value is what it is. Raises ConfigError."""
     options = sourced.options
-    keys = load_keys(options.keys) if options.keys is not None else ()
-    if not keys and not _is_loopback(options.host):
-        right = "beyond loopback API keys are needed: give --keys FILE, or --host 127.0.0.1"
+    store = None if options.store == _NO_STORE else options.store or default_location()
+    keys, needs_keys = _keys(options, store)
+    if not needs_keys and not _is_loopback(options.host):
+        right = "beyond loopback API keys are needed: penstock keys create NAME, --keys FILE, or --host 127.0.0.1"
         raise ConfigError("--host", options.host, right)
+    if store is None and any(key.terms.limits.are_metered for key in keys):
+        raise ConfigError("--store", options.store, "keys with limits need a store to count in; leave --store out")
+    _check_admin(options.admin_listen)
     workers, why_workers = _workers(sourced)
     log_format, why_log_format = _log_format(sourced)
     served_name, why_served_name = _served_name(sourced)
@@ -49,6 +68,12 @@ def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
         workers=workers,
         served_name=served_name,
         keys=keys,
+        keys_file=options.keys,
+        needs_keys=needs_keys,
+        store=store,
+        store_is_default=options.store is None,
+        admin=options.admin_listen,
+        shared_prefixes=load_prefixes(options.shared_prefixes) if options.shared_prefixes is not None else (),
         chat_template=_read_template(options.chat_template) if options.chat_template is not None else None,
         max_body_bytes=options.max_body_bytes,
         drain_seconds=options.drain_seconds,
@@ -60,12 +85,70 @@ def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
         Setting("host", options.host, sourced.why("host")),
         Setting("port", str(options.port), sourced.why("port")),
         Setting("workers", str(workers), why_workers),
-        Setting("keys", f"{options.keys} ({len(keys)} keys)" if keys else "none: open", sourced.why("keys")),
+        Setting("keys", _describe_keys(options, keys, needs_keys), sourced.why("keys")),
+        Setting("store", _NO_STORE if store is None else shown(store), sourced.why("store")),
+        Setting("admin_listen", options.admin_listen or "a socket in the run folder", sourced.why("admin_listen")),
+        Setting("shared_prefixes", options.shared_prefixes or "none", sourced.why("shared_prefixes")),
         Setting("max_body_bytes", str(options.max_body_bytes), sourced.why("max_body_bytes")),
         Setting("drain_seconds", f"{options.drain_seconds:g}", sourced.why("drain_seconds")),
         Setting("log_format", log_format, why_log_format),
     ]
     return config, settings
+
+
+def prepare_store(config: ServerConfig) -> ServerConfig:
+    """Make the store, before any worker needs it. Where the default one cannot be made, go on without it."""
+    if config.store is None:
+        return config
+    try:
+        Database.open(config.store).close()
+    except (ConfigError, StoreUnavailable) as error:
+        if not config.store_is_default or any(key.terms.limits.are_metered for key in config.keys):
+            raise
+        log_event(log, f"no usage is kept: {error}", level=logging.WARNING)
+        return dataclasses.replace(config, store=None)
+    return config
+
+
+def admin_address(text: str) -> tuple[str, int] | Path:
+    """Return what `--admin-listen` names: an address and a port, or a Unix socket's path. Raises ConfigError."""
+    if text.startswith("unix:"):
+        return Path(text.removeprefix("unix:")).expanduser().absolute()
+    host, _, port = text.rpartition(":")
+    host = host.strip("[]")
+    if not port.isdigit() or int(port) > 65535 or not _is_loopback(host):
+        raise ConfigError("--admin-listen", text, "give unix:PATH, or a loopback address such as 127.0.0.1:8001")
+    return host, int(port)
+
+
+def _check_admin(text: str | None) -> None:
+    if text is not None:
+        admin_address(text)
+
+
+def _keys(options: Options, store: str | None) -> tuple[tuple[ApiKey, ...], bool]:
+    """Return the keys and whether callers need one: also where all keys of a store are revoked."""
+    if options.keys is not None:
+        return load_keys(options.keys), True
+    if store is None or not exists(store):
+        return (), False
+    try:
+        database = Database.open(store)
+    except (ConfigError, StoreUnavailable):
+        if options.store is None:
+            return (), False
+        raise
+    try:
+        stored = KeyStore(database)
+        return stored.load(), stored.had_any()
+    finally:
+        database.close()
+
+
+def _describe_keys(options: Options, keys: tuple[ApiKey, ...], needs_keys: bool) -> str:
+    if not needs_keys:
+        return "none: open"
+    return f"{options.keys or 'the store'} ({len(keys)} keys)"
 
 
 def _is_loopback(host: str) -> bool:

@@ -14,3 +14,4 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     engine_socket: str
     identity: str  # this worker's name for the engine and in the log
     listen_fd: int  # an inherited socket that already listens
+    admin_fd: int | None = None  # the admin socket, likewise, for the one worker that serves it

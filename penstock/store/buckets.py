@@ -1,7 +1,7 @@
 """How much of its limits a tenant has in use, and when a request would fit: arithmetic alone.
 
-Each limit per minute is a bucket that leaks: what is used fills it, and it runs empty at the limit's own rate, so that a
-minute without requests gives the whole limit back. A request fits when it does not make the bucket overflow. Knows
+Each limit per minute is a bucket that leaks: what is used fills it, and it runs empty at the limit's own rate, so that
+a minute without requests gives the whole limit back. A request fits when it does not make the bucket overflow. Knows
 nothing of databases, leases or requests under way.
 """
 

@@ -56,9 +56,9 @@ class Database:
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
         """A transaction that may write. On SQLite nobody else writes meanwhile; on PostgreSQL lock what you read."""
-        with self._failures(), self._engine.connect() as connection:
-            with connection.execution_options(**{_WRITES: True}).begin():
-                yield connection
+        writer = self._engine.execution_options(**{_WRITES: True})
+        with self._failures(), writer.begin() as connection:
+            yield connection
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:

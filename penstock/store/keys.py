@@ -12,19 +12,9 @@ from sqlalchemy import Connection, Row, delete, func, insert, or_, select, updat
 from penstock.errors import KeyNotFound, RequestError
 from penstock.store.database import Database
 from penstock.store.schema import keys, secrets, state
-from penstock.tenants import ApiKey, Terms, check_name, check_terms
+from penstock.tenants import ApiKey, StoredKey, Terms, check_name, check_terms
 
 _PREFIX = "psk-"
-
-
-class StoredKey(msgspec.Struct, frozen=True):
-    """One key as it may be shown: without its secrets."""
-
-    name: str
-    terms: Terms
-    created_at: float
-    revoked_at: float | None
-    num_secrets: int  # that open it now; two while an old one runs out after a rotation
 
 
 class KeyStore:

@@ -11,22 +11,9 @@ from sqlalchemy import Connection, select
 
 from penstock.store.database import Database, insert_into
 from penstock.store.schema import usage
+from penstock.tenants import Usage
 
 _COUNTS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "refused", "errors")
-
-
-class Usage(msgspec.Struct, kw_only=True):
-    """Counts of one tenant, model and day."""
-
-    tenant: str
-    model: str
-    day: str  # 2026-01-31
-    requests: int = 0  # answered, at least in part
-    prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt tokens, those that were in the prefix cache
-    output_tokens: int = 0
-    refused: int = 0  # for a limit or a full queue
-    errors: int = 0  # the server's own
 
 
 def day_of(moment: float) -> str:
@@ -51,13 +38,13 @@ class UsageLedger:
 
 def add_usage(connection: Connection, entries: Iterable[Usage]) -> None:
     """Add to the ledger, within the caller's transaction."""
-    for entry in _merged(entries):
+    for entry in merge_usage(entries):
         row = insert_into(connection, usage, msgspec.structs.asdict(entry))
         added = {name: usage.c[name] + row.excluded[name] for name in _COUNTS}
         connection.execute(row.on_conflict_do_update(index_elements=["tenant", "model", "day"], set_=added))
 
 
-def _merged(entries: Iterable[Usage]) -> list[Usage]:
+def merge_usage(entries: Iterable[Usage]) -> list[Usage]:
     """One entry for each key, in an order that is everywhere the same, so that no two writers wait for each other."""
     merged: dict[tuple[str, str, str], Usage] = {}
     for entry in entries:

@@ -60,7 +60,6 @@ leases = Table(
     metadata,
     Column("id", String(36), primary_key=True),
     Column("tenant", String(_NAME), nullable=False),
-    Column("owner", String(_NAME), nullable=False, index=True),
     Column("expires_at", Float(53), nullable=False),
     Index("penstock_leases_of_tenant", "tenant", "expires_at"),
 )

@@ -8,7 +8,7 @@ from penstock.protocol.tokenize import DetokenizeRequest, DetokenizeResponse, To
 from penstock.server.answer import Prompt
 from penstock.server.body import read_request
 from penstock.server.context import ServerContext
-from penstock.server.endpoint import Access, Endpoint, record_of
+from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
 from penstock.server.json_response import json_response
 from penstock.server.prompt import chat_prompt, text_prompt
 
@@ -16,7 +16,7 @@ from penstock.server.prompt import chat_prompt, text_prompt
 def endpoints(context: ServerContext) -> list[Endpoint]:
     def check_model(request: Request, model: str | None) -> None:
         if model is not None:
-            context.check_model(model)
+            context.check_model(model, caller_of(request))
             record_of(request).model = model
 
     async def tokenize(request: Request) -> Response:

@@ -6,8 +6,9 @@ import pytest
 from fastapi import FastAPI
 
 from penstock.errors import ConfigError
-from penstock.server.auth import ApiKey, load_keys
+from penstock.server.auth import KeyRing, load_keys
 from penstock.server.endpoint import check_access
+from penstock.tenants import ApiKey, Limits, Targets, Terms
 from tests.unit.server.conftest import running_service
 
 CLIENT_KEY, ADMIN_KEY = "sk-client", "sk-admin"
@@ -23,7 +24,7 @@ def bearer(key: str) -> dict[str, str]:
 
 @pytest.fixture
 async def guarded():
-    keys = (ApiKey("alice", digest(CLIENT_KEY)), ApiKey("root", digest(ADMIN_KEY), admin=True))
+    keys = (ApiKey("alice", digest(CLIENT_KEY)), ApiKey("root", digest(ADMIN_KEY), Terms(admin=True)))
     async with running_service(keys=keys) as service:
         yield service
 
@@ -87,7 +88,10 @@ def write(tmp_path, text):
 def test_keys_are_read_from_a_file(tmp_path):
     alice = f'[[keys]]\nname = "alice"\nsha256 = "{digest("a").upper()}"\n'
     text = alice + f'[[keys]]\nname = "b"\nsha256 = "{digest("b")}"\nadmin = true\n'
-    assert load_keys(write(tmp_path, text)) == (ApiKey("alice", digest("a")), ApiKey("b", digest("b"), admin=True))
+    assert load_keys(write(tmp_path, text)) == (
+        ApiKey("alice", digest("a")),
+        ApiKey("b", digest("b"), Terms(admin=True)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,7 @@ def test_keys_are_read_from_a_file(tmp_path):
         ('[[keys]]\nname = "a"', "sha256"),
         ('[[keys]]\nname = "a"\nsha256 = "sk-plain"', "64 hexadecimal"),
         (f'[[keys]]\nname = "a b"\nsha256 = "{digest("a")}"', "name"),
-        (f'[[keys]]\nname = "a"\nsha256 = "{digest("a")}"\nkey = "x"', "only"),
+        (f'[[keys]]\nname = "a"\nsha256 = "{digest("a")}"\nkey = "x"', "unknown field `key`"),
         (f'[[keys]]\nname = "a"\nsha256 = "{digest("a")}"\nadmin = "yes"', "admin"),
         (f'[[keys]]\nname = "a"\nsha256 = "{digest("a")}"\n' * 2, "same name"),
     ],

@@ -2,7 +2,8 @@
 
 import threading
 
-from penstock.store.ledger import Usage, UsageLedger, add_usage, day_of
+from penstock.store.ledger import UsageLedger, add_usage, day_of
+from penstock.tenants import Usage
 
 
 def entry(tenant="a", model="m", day="2026-01-01", **counts):

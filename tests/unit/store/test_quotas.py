@@ -33,7 +33,7 @@ def end(database, lease, **spent):
 
 @pytest.fixture
 def quotas(sqlite_database):
-    return QuotaStore(sqlite_database, "worker")
+    return QuotaStore(sqlite_database)
 
 
 def admitted(outcome):
@@ -142,7 +142,7 @@ def test_concurrent_requests_are_counted_until_they_end(quotas, sqlite_database)
     admitted(quotas.admit(alice, need()))
 
 
-def test_a_killed_owners_leases_run_out_and_its_estimate_stands(quotas, sqlite_database, clock):
+def test_a_killed_processs_leases_run_out_and_its_estimate_stands(quotas, sqlite_database, clock):
     alice = caller(concurrent_requests=1, tokens_per_day=100)
     lost = admitted(quotas.admit(alice, need(output=50)))
     clock.now += LEASE_SECONDS + 1
@@ -154,10 +154,10 @@ def test_a_killed_owners_leases_run_out_and_its_estimate_stands(quotas, sqlite_d
 
 def test_a_renewed_lease_does_not_run_out(quotas, clock):
     alice = caller(concurrent_requests=1)
-    admitted(quotas.admit(alice, need()))
+    lease = admitted(quotas.admit(alice, need()))
     for _ in range(5):
         clock.now += LEASE_SECONDS - 1
-        quotas.renew()
+        quotas.renew([lease.id])
     assert refused(quotas.admit(alice, need())).limit == "concurrent_requests"
 
 
@@ -247,7 +247,7 @@ steps = st.lists(
 @given(steps)
 def test_reservations_and_settlements_add_up_to_the_truth(tmp_path_factory, steps):
     database = Database.open(str(tmp_path_factory.mktemp("store") / "s.db"), clock=lambda: NOON)
-    quotas = QuotaStore(database, "worker")
+    quotas = QuotaStore(database)
     terms = {"tokens_per_day": 300, "concurrent_requests": 3}
     held: list[Lease] = []
     used = {"a": 0, "b": 0}
@@ -273,9 +273,9 @@ HAMMER = """
 import json, random, sys, threading
 from penstock.errors import StoreUnavailable
 from penstock.store.database import Database
-from penstock.store.ledger import Usage, add_usage
+from penstock.store.ledger import add_usage
 from penstock.store.quotas import Lease, Need, QuotaStore, Spent, settle
-from penstock.tenants import Caller, Limits, Terms
+from penstock.tenants import Caller, Limits, Terms, Usage
 
 location, name, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3])
 database = Database.open(location)
@@ -284,7 +284,7 @@ spent_in_all, lock = 0, threading.Lock()
 
 def work(seed):
     global spent_in_all
-    quotas, dice = QuotaStore(database, f"{name}-{seed}"), random.Random(f"{name}{seed}")
+    quotas, dice = QuotaStore(database), random.Random(f"{name}{seed}")
     for _ in range(rounds):
         need = Need(input_tokens=3, most_output_tokens=dice.randint(1, 20), output_is_stated=True)
         lease = quotas.admit(caller, need)
@@ -316,7 +316,7 @@ def test_several_processes_on_one_store_never_pass_a_limit_and_lose_nothing(any_
     (entry,) = UsageLedger(database).read()
     assert entry.prompt_tokens + entry.output_tokens == spent
     assert 1000 - 23 < spent <= 1000, "used up, and not a token more"
-    left = QuotaStore(database, "last").admit(caller(tokens_per_day=1000), need(0, 1000 - spent or 1))
+    left = QuotaStore(database).admit(caller(tokens_per_day=1000), need(0, 1000 - spent or 1))
     assert isinstance(left, Lease) == (spent < 1000), "what is left is exactly what nobody used"
     database.close()
 
@@ -325,9 +325,9 @@ def test_threads_never_run_more_requests_at_once_than_allowed(any_database):
     alice = caller(concurrent_requests=3)
     running, most, ended, lock = 0, 0, 0, threading.Lock()
 
-    def work(number):
+    def work():
         nonlocal running, most, ended
-        quotas = QuotaStore(any_database, f"worker-{number}")
+        quotas = QuotaStore(any_database)
         for _ in range(10):
             lease = quotas.admit(alice, need())
             if isinstance(lease, Lease):
@@ -339,7 +339,7 @@ def test_threads_never_run_more_requests_at_once_than_allowed(any_database):
                     ended += 1
                 end(any_database, lease)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    threads = [threading.Thread(target=work) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -347,4 +347,4 @@ def test_threads_never_run_more_requests_at_once_than_allowed(any_database):
     assert 0 < most <= 3
     assert ended > 3
     for _ in range(3):
-        admitted(QuotaStore(any_database, "last").admit(alice, need()))
+        admitted(QuotaStore(any_database).admit(alice, need()))
