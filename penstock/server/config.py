@@ -16,7 +16,7 @@ from penstock.config import Options, Setting, Sourced
 from penstock.errors import ConfigError, StoreUnavailable
 from penstock.server.auth import load_keys
 from penstock.server.shared_prefixes import DeclaredPrefix, load_prefixes
-from penstock.store.database import Database, default_location, exists, shown
+from penstock.store.database import NO_STORE, Database, default_location, exists, shown
 from penstock.store.keys import KeyStore
 from penstock.telemetry import LogFormat, log_event
 from penstock.tenants import ApiKey
@@ -26,7 +26,6 @@ log = logging.getLogger("penstock.server")
 _CORES_PER_WORKER = 8
 _MAX_AUTO_WORKERS = 8
 _MAX_TEMPLATE_BYTES = 1024 * 1024
-_NO_STORE = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +50,7 @@ class ServerConfig:
 def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
     """Return the configuration and why each value is what it is. Raises ConfigError."""
     options = sourced.options
-    store = None if options.store == _NO_STORE else options.store or default_location()
+    store = None if options.store == NO_STORE else options.store or default_location()
     keys, needs_keys = _keys(options, store)
     if not needs_keys and not _is_loopback(options.host):
         right = "beyond loopback API keys are needed: penstock keys create NAME, --keys FILE, or --host 127.0.0.1"
@@ -86,7 +85,7 @@ def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
         Setting("port", str(options.port), sourced.why("port")),
         Setting("workers", str(workers), why_workers),
         Setting("keys", _describe_keys(options, keys, needs_keys), sourced.why("keys")),
-        Setting("store", _NO_STORE if store is None else shown(store), sourced.why("store")),
+        Setting("store", NO_STORE if store is None else shown(store), sourced.why("store")),
         Setting("admin_listen", options.admin_listen or "a socket in the run folder", sourced.why("admin_listen")),
         Setting("shared_prefixes", options.shared_prefixes or "none", sourced.why("shared_prefixes")),
         Setting("max_body_bytes", str(options.max_body_bytes), sourced.why("max_body_bytes")),

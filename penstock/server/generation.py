@@ -60,8 +60,8 @@ async def begin_answer(
     except BaseException as error:
         for choice in choices:
             choice.abort()
-        record.error_code = error.code if isinstance(error, PenstockError) else "internal_error"
-        charge.close(record)
+        record.error_code = error.code if isinstance(error, PenstockError) else PenstockError.code
+        await charge.closed(record)
         raise
     record.num_choices = len(choices)
     return Answer(prompts, choices, charge)

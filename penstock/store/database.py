@@ -29,6 +29,8 @@ _BUSY_SECONDS = 10
 # Any number of our own: PostgreSQL takes only numbers as names of locks.
 _SCHEMA_LOCK = 0x70656E73
 _WRITES = "penstock_writes"
+# As a location: there is no store.
+NO_STORE = "none"
 _RIGHT = "give a file's path, or a URL such as postgresql://user@host/database"
 
 
@@ -110,6 +112,13 @@ def default_location() -> str:
     """Where the store is unless the operator says otherwise: in the user's folder for state."""
     base = os.environ.get("XDG_STATE_HOME")
     return str((Path(base) if base else Path.home() / ".local" / "state") / "penstock" / "penstock.db")
+
+
+def store_location(option: str | None) -> str:
+    """Return where the store is that `--store` names. Raises ConfigError where it names that there is none."""
+    if option == NO_STORE:
+        raise ConfigError("--store", option, "this needs a store; leave it out, or give a path or URL")
+    return option or default_location()
 
 
 def exists(location: str) -> bool:
