@@ -5,8 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import create_engine
 
 from penstock.models import store
+from penstock.store.schema import metadata
+from tests.postgres_server import running_postgres
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +28,18 @@ def own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         del os.environ["XDG_STATE_HOME"]
     else:
         os.environ["XDG_STATE_HOME"] = before
+
+
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    """A real PostgreSQL; skips, saying so, where none is installed."""
+    with running_postgres() as url:
+        yield url
+
+
+@pytest.fixture
+def empty_postgres_url(postgres_url: str) -> str:
+    engine = create_engine(postgres_url.replace("postgresql://", "postgresql+psycopg://"))
+    metadata.drop_all(engine)
+    engine.dispose()
+    return postgres_url

@@ -22,9 +22,10 @@ from penstock.config import Sourced
 from penstock.engine.client import EngineClient
 from penstock.engine.setup import EngineSetup, Progress, Refused, decode_notice
 from penstock.engine.timeline import Timeline
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
 from penstock.models.store import ModelFiles
-from penstock.server.config import ServerConfig, admin_address
+from penstock.server.config import ServerConfig
+from penstock.server.listeners import joined, listen, listen_for_admin, remove_socket
 from penstock.server.worker_setup import WorkerSetup
 from penstock.telemetry import log_event
 
@@ -63,8 +64,8 @@ class Supervisor:
         self._on_ready = on_ready
         self._on_progress = on_progress
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))  # mode 0700: only we may connect
-        self._listener = _listen(config.host, config.port)
-        self._admin = _listen_for_admin(config.admin, self._folder)
+        self._listener = listen(config.host, config.port)
+        self._admin = listen_for_admin(config.admin, self._folder)
         self._stopping = asyncio.Event()
         self._draining = asyncio.Event()
         self._engine: asyncio.subprocess.Process | None = None
@@ -77,13 +78,13 @@ class Supervisor:
         """Where a client on this machine finds the server."""
         host, port = self._listener.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        return f"http://{_joined(host, port)}"
+        return f"http://{joined(host, port)}"
 
     @property
     def admin_url(self) -> str:
         """Where an operator on this machine finds the admin routes."""
         name = self._admin.getsockname()
-        return f"unix:{name}" if self._admin.family == socket.AF_UNIX else f"http://{_joined(*name[:2])}"
+        return f"unix:{name}" if self._admin.family == socket.AF_UNIX else f"http://{joined(*name[:2])}"
 
     async def run(self) -> int:
         """Serve until a signal or a hopeless failure. Returns the exit status."""
@@ -262,7 +263,7 @@ class Supervisor:
             await self._client.close()
         self._listener.close()
         self._admin.close()
-        _remove_socket(self.config.admin)
+        remove_socket(self.config.admin)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _ended(self, processes: list[asyncio.subprocess.Process], limit: float) -> None:
@@ -280,66 +281,6 @@ class Supervisor:
     def _kill(self) -> None:
         for process in [*self._workers.values(), *([self._engine] if self._engine else [])]:
             _signal(process, signal.SIGKILL)
-
-
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _listen_for_admin(wanted: str | None, folder: Path) -> socket.socket:
-    """Bind the admin socket: where it was asked for, or in our own folder, where only we may connect."""
-    address = admin_address(wanted) if wanted is not None else folder / "admin.sock"
-    if not isinstance(address, Path):
-        return _listen(*address, option="--admin-listen")
-    if _is_listened_on(address):
-        raise ConfigError("--admin-listen", wanted, "another server listens there; give another path")
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    mask = os.umask(0o177)  # the socket is its owner's from its first moment
-    try:
-        _remove_socket(wanted)
-        listener.bind(str(address))
-    except OSError as error:
-        listener.close()
-        raise ConfigError("--admin-listen", wanted, f"it cannot be listened on ({error.strerror or error})") from error
-    finally:
-        os.umask(mask)
-    listener.listen(64)
-    listener.setblocking(False)
-    return listener
-
-
-def _is_listened_on(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
-        try:
-            caller.connect(str(path))
-        except OSError:
-            return False
-        return True
-
-
-def _remove_socket(wanted: str | None) -> None:
-    """Take away the socket file that an earlier server, or this one, left where it was asked to."""
-    address = admin_address(wanted) if wanted is not None else None
-    if isinstance(address, Path) and address.is_socket():
-        address.unlink()
-
-
-def _listen(host: str, port: int, *, option: str = "--port") -> socket.socket:
-    """Bind before anything costly starts: a taken port is told at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        if isinstance(error, socket.gaierror):
-            raise ConfigError("--host", host, "give an address of this machine") from error
-        right = f"it cannot be listened on at {host} ({os.strerror(error.errno or 0)}); give another {option}"
-        raise ConfigError(option, port, right) from error
-    listener.listen(2048)
-    listener.setblocking(False)
-    return listener
 
 
 async def _feed(process: asyncio.subprocess.Process, document: bytes) -> None:

@@ -88,17 +88,27 @@ class Database:
             ) from error
 
     def _prepare(self, location: str) -> None:
-        """Make the tables, once, however many processes start together."""
-        with self.writing() as connection:
-            if connection.dialect.name == "postgresql":
-                connection.execute(select(func.pg_advisory_xact_lock(_SCHEMA_LOCK)))
-            if not inspect(connection).has_table(state.name):
-                metadata.create_all(connection)
-                connection.execute(insert(state).values(id=1, schema_version=SCHEMA_VERSION, keys_version=1))
-            found = connection.execute(select(state.c.schema_version)).scalar_one()
+        """Make the tables, once, however many processes start together. A store that has them is only read."""
+        with self.reading() as connection:
+            found = _schema_version(connection)
+        if found is None:
+            with self.writing() as connection:
+                if connection.dialect.name == "postgresql":
+                    connection.execute(select(func.pg_advisory_xact_lock(_SCHEMA_LOCK)))
+                found = _schema_version(connection)
+                if found is None:
+                    found = SCHEMA_VERSION
+                    metadata.create_all(connection)
+                    connection.execute(insert(state).values(id=1, schema_version=found, keys_version=1))
         if found != SCHEMA_VERSION:
             right = f"its tables are of version {found}, and this Penstock needs {SCHEMA_VERSION}; give another store"
             raise ConfigError("--store", shown(location), right)
+
+
+def _schema_version(connection: Connection) -> int | None:
+    if not inspect(connection).has_table(state.name):
+        return None
+    return int(connection.execute(select(state.c.schema_version)).scalar_one())
 
 
 def insert_into(connection: Connection, table: Table, values: dict[str, Any]) -> sqlite.Insert | postgresql.Insert:
@@ -124,7 +134,7 @@ def store_location(option: str | None) -> str:
 def exists(location: str) -> bool:
     """Whether there may be something to read. Makes nothing."""
     url = _url(location)
-    return url.get_backend_name() != "sqlite" or Path(url.database or "").exists()
+    return url.get_backend_name() != "sqlite" or os.path.exists(url.database or "")
 
 
 def shown(location: str) -> str:

@@ -12,6 +12,7 @@ from penstock.server.app import create_admin_app
 from penstock.server.auth import load_keys
 from tests.unit.server.conftest import Service, running_service
 
+
 def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -142,21 +143,20 @@ def keys_file(tmp_path):
     file = tmp_path / "keys.toml"
     entries = [("alice", "false"), ("root", "true")]
     file.write_text(
-        "".join(
-            f'[[keys]]\nname = "{name}"\nsha256 = "{digest(name)}"\nadmin = {admin}\n'
-            for name, admin in entries
-        )
+        "".join(f'[[keys]]\nname = "{name}"\nsha256 = "{digest(name)}"\nadmin = {admin}\n' for name, admin in entries)
     )
     return file
 
 
 async def test_on_a_port_the_admin_routes_need_an_admin_key(tmp_path):
     file = str(keys_file(tmp_path))
-    async with running_service(keys=load_keys(file), keys_file=file, store=str(tmp_path / "s.db")) as service:
-        async with admin_of(service, needs_key=True) as admin:
-            assert (await admin.get("/admin/usage")).status_code == 401
-            assert (await admin.get("/admin/usage", headers=CLIENT)).status_code == 403
-            assert (await admin.get("/admin/usage", headers=ADMIN)).status_code == 200
+    async with (
+        running_service(keys=load_keys(file), keys_file=file, store=str(tmp_path / "s.db")) as service,
+        admin_of(service, needs_key=True) as admin,
+    ):
+        assert (await admin.get("/admin/usage")).status_code == 401
+        assert (await admin.get("/admin/usage", headers=CLIENT)).status_code == 403
+        assert (await admin.get("/admin/usage", headers=ADMIN)).status_code == 200
 
 
 async def test_keys_of_a_file_are_changed_in_the_file(tmp_path):

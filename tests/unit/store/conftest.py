@@ -1,11 +1,8 @@
 """A store for each test, on either database. PostgreSQL has its own clock; SQLite gets one that tests can move."""
 
 import pytest
-from sqlalchemy import create_engine
 
 from penstock.store.database import Database
-from penstock.store.schema import metadata
-from tests.postgres_server import running_postgres
 
 NOON = 1_750_000_000.0 - 1_750_000_000.0 % 86400 + 43200
 
@@ -25,12 +22,6 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(scope="session")
-def postgres_url():
-    with running_postgres() as url:
-        yield url
-
-
 @pytest.fixture
 def sqlite_database(tmp_path, clock):
     database = Database.open(str(tmp_path / "penstock.db"), clock=clock)
@@ -43,11 +34,7 @@ def any_location(request, tmp_path):
     """Where an empty store is to be, on each database."""
     if request.param == "sqlite":
         return str(tmp_path / "penstock.db")
-    url = request.getfixturevalue("postgres_url")
-    engine = create_engine(url.replace("postgresql://", "postgresql+psycopg://"))
-    metadata.drop_all(engine)
-    engine.dispose()
-    return url
+    return request.getfixturevalue("empty_postgres_url")
 
 
 @pytest.fixture
