@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from penstock.request import MAX_PRIORITY, NO_TARGETS, Targets
+
 # Whom requests count for where no keys are used.
 OPEN_TENANT = "open"
 
@@ -40,22 +42,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
         )
 
 
-class Targets(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a tenant's requests aim for where they do not say so themselves."""
-
-    ttft_seconds: float | None = None
-    time_per_token_seconds: float | None = None
-
-
-class Terms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What a key is worth."""
 
     admin: bool = False  # also opens admin routes
     weight: float = 1.0  # share of a busy engine, against other tenants'
-    priority: int = 0  # larger runs earlier
+    priority: int | None = None  # of its requests, and the highest they may ask for; larger runs earlier
     models: tuple[str, ...] | None = None  # the only ones it may use; None: all
     limits: Limits = Limits()
-    targets: Targets = Targets()
+    targets: Targets = NO_TARGETS  # where its requests name none
 
 
 class ApiKey(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -63,7 +58,7 @@ class ApiKey(msgspec.Struct, frozen=True, omit_defaults=True):
 
     name: str
     sha256: str
-    terms: Terms = Terms()
+    terms: KeyTerms = KeyTerms()
     expires_at: float | None = None  # Unix time; the old secret of a rotated key
 
 
@@ -71,7 +66,7 @@ class Caller(msgspec.Struct, frozen=True):
     """Who sent a request, and on what terms."""
 
     tenant: str
-    terms: Terms = Terms()
+    terms: KeyTerms = KeyTerms()
 
     def may_use(self, model: str) -> bool:
         return self.terms.models is None or model in self.terms.models
@@ -81,7 +76,7 @@ class StoredKey(msgspec.Struct, frozen=True):
     """One key as it may be shown: without its secrets."""
 
     name: str
-    terms: Terms
+    terms: KeyTerms
     created_at: float
     revoked_at: float | None
     num_secrets: int  # that open it now; two while an old one runs out after a rotation
@@ -108,12 +103,12 @@ def check_name(name: Any) -> str | None:
     return "needs a name of up to 64 letters, digits, '.', '_' or '-'"
 
 
-def check_terms(terms: Terms) -> str | None:
+def check_terms(terms: KeyTerms) -> str | None:
     """Return what is wrong with terms of the right types, or None."""
     if not math.isfinite(terms.weight) or terms.weight <= 0:
         return "weight must be a number over 0"
-    if not -1000 <= terms.priority <= 1000:
-        return "priority must be from -1000 to 1000"
+    if terms.priority is not None and abs(terms.priority) > MAX_PRIORITY:
+        return f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}"
     if terms.models is not None and not terms.models:
         return "models must name at least one, or be left out"
     for struct in (terms.limits, terms.targets):
@@ -124,10 +119,13 @@ def check_terms(terms: Terms) -> str | None:
     return None
 
 
-def read_terms(document: dict[str, Any]) -> Terms:
+def read_terms(document: dict[str, Any]) -> KeyTerms:
     """Return the terms that a document of plain values states. Raises ValueError with the reason."""
+    targets = document.get("targets", {})
+    if isinstance(targets, dict) and not set(targets) <= set(Targets.__struct_fields__):
+        raise ValueError(f"targets may hold {' and '.join(Targets.__struct_fields__)} only")
     try:
-        terms = msgspec.convert(document, Terms)
+        terms = msgspec.convert(document, KeyTerms)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
     wrong = check_terms(terms)

@@ -20,7 +20,8 @@ from penstock.commands.flags import takes_options
 from penstock.commands.tables import print_table
 from penstock.config import Options, Sourced
 from penstock.errors import ConfigError
-from penstock.tenants import Limits, StoredKey, Targets, Terms
+from penstock.request import Targets
+from penstock.tenants import KeyTerms, Limits, StoredKey
 
 if TYPE_CHECKING:
     from penstock.store.keys import KeyStore
@@ -42,7 +43,9 @@ def create(
     name: Name,
     admin: Annotated[bool, typer.Option("--admin", help="Also opens admin routes")] = False,
     weight: Annotated[float, typer.Option(help="Share of a busy engine, against other tenants'")] = 1.0,
-    priority: Annotated[int, typer.Option(help="Larger runs earlier")] = 0,
+    priority: Annotated[
+        int | None, typer.Option(help="Of its requests, and the highest they may ask for; larger runs earlier")
+    ] = None,
     models: Annotated[
         str | None, typer.Option(metavar="NAME,…", help="The only models it may use", show_default=False)
     ] = None,
@@ -57,7 +60,7 @@ def create(
     json: Json = False,
 ) -> int:
     """Make a key and print it. It is shown this once."""
-    terms = Terms(
+    terms = KeyTerms(
         admin=admin,
         weight=weight,
         priority=priority,
@@ -159,7 +162,7 @@ def show_keys(keys: list[StoredKey], *, as_json: bool) -> None:
             _state(key),
             _day(key.created_at),
             f"{terms.weight:g}",
-            str(terms.priority),
+            str(terms.priority or 0),
             Text(", ".join(terms.models) if terms.models is not None else "all"),
             ", ".join(f"{name} {value}" for name, value in limits.items()) or "none",
         )

@@ -5,7 +5,8 @@ from pydantic import Field
 
 from penstock.errors import InvalidParameter
 from penstock.protocol.wire import WireModel
-from penstock.tenants import Limits, StoredKey, Targets, Terms, Usage, check_terms
+from penstock.request import Targets
+from penstock.tenants import KeyTerms, Limits, StoredKey, Usage, check_terms
 
 
 class KeyLimits(WireModel):
@@ -32,13 +33,13 @@ class KeyRequest(WireModel):
     name: str = Field(description="The tenant that its requests count for")
     admin: bool = False
     weight: float = 1.0
-    priority: int = 0
+    priority: int | None = None
     models: list[str] | None = Field(None, description="The only models it may use; default: all")
     limits: KeyLimits = KeyLimits()
     targets: KeyTargets = KeyTargets()
 
-    def terms(self) -> Terms:
-        terms = Terms(
+    def terms(self) -> KeyTerms:
+        terms = KeyTerms(
             admin=self.admin,
             weight=self.weight,
             priority=self.priority,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, NotAuthenticated
-from penstock.tenants import OPEN_TENANT, ApiKey, Caller, Terms, check_name, read_terms
+from penstock.tenants import OPEN_TENANT, ApiKey, Caller, KeyTerms, check_name, read_terms
 
 _EXAMPLE = '[[keys]] with name = "alice" and sha256 = the output of: printf %s "$KEY" | sha256sum'
 # By so much of their digest keys are looked up; who guesses digests learns nothing of a key from the time it takes.
@@ -44,7 +44,7 @@ class KeyRing:
     def identify(self, authorization: str | None) -> Caller:
         """Return who sent this Authorization header. Raises NotAuthenticated."""
         if self.is_open:
-            return Caller(OPEN_TENANT, Terms(admin=True))
+            return Caller(OPEN_TENANT, KeyTerms(admin=True))
         scheme, _, secret = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not secret.strip():
             raise NotAuthenticated("an API key is needed: send the header 'Authorization: Bearer KEY'")

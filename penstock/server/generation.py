@@ -53,7 +53,7 @@ async def begin_answer(
                     arrival=record.arrival,
                     tenant=caller.tenant,
                     num_public_tokens=context.shared_prefixes.count_tokens(prompt.token_ids),
-                    priority=caller.terms.priority,
+                    priority=caller.terms.priority or 0,
                 )
                 assembler = TextAssembler(context.tokenizer, own)
                 choices.append(Choice(index, prompt, stream, assembler, only_scores_prompt=only_scores_prompt))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Executor
 
-from penstock.errors import EngineUnavailable, LimitReached, Overloaded
+from penstock.errors import EngineUnavailable, LimitReached, Overloaded, StoreUnavailable
 from penstock.protocol.errors import CATALOGUE
 from penstock.server.books import Books
 from penstock.server.metrics import ServerMetrics
@@ -52,7 +52,7 @@ class Charge:
 
 
 class Meter:
-    """The limits and the books of one API worker; without a store it lets everybody in and notes nothing."""
+    """The limits and the books of one API worker; without a store it notes nothing, and nobody with limits gets in."""
 
     def __init__(
         self, metrics: ServerMetrics, *, thread: Executor, quotas: QuotaStore | None = None, books: Books | None = None
@@ -65,8 +65,10 @@ class Meter:
 
     async def admit(self, caller: Caller, model: str, need: Need) -> Charge:
         """Reserve what a request may use. Raises LimitReached, LimitTooSmall or StoreUnavailable."""
-        if self._quotas is None or not caller.terms.limits.are_metered:
+        if not caller.terms.limits.are_metered:
             return Charge(self, caller.tenant, model, None)
+        if self._quotas is None:
+            raise StoreUnavailable("this key has limits, and the server was started without a store to count in")
         loop = asyncio.get_running_loop()
         outcome = await loop.run_in_executor(self._thread, self._quotas.admit, caller, need)
         if isinstance(outcome, Refusal):

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Row, delete, func, insert, or_, select, updat
 from penstock.errors import KeyNotFound, RequestError
 from penstock.store.database import Database
 from penstock.store.schema import keys, secrets, state
-from penstock.tenants import ApiKey, StoredKey, Terms, check_name, check_terms
+from penstock.tenants import ApiKey, KeyTerms, StoredKey, check_name, check_terms
 
 _PREFIX = "psk-"
 
@@ -21,7 +21,7 @@ class KeyStore:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def create(self, name: str, terms: Terms) -> str:
+    def create(self, name: str, terms: KeyTerms) -> str:
         """Add a key and return its secret, which nobody can tell again."""
         wrong = check_name(name)
         if wrong is not None:
@@ -80,7 +80,7 @@ class KeyStore:
         joined = select(secrets.c.sha256, secrets.c.expires_at, keys.c.name, keys.c.terms).join_from(secrets, keys)
         with self._database.reading() as connection:
             return tuple(
-                ApiKey(row.name, row.sha256, msgspec.json.decode(row.terms, type=Terms), row.expires_at)
+                ApiKey(row.name, row.sha256, msgspec.json.decode(row.terms, type=KeyTerms), row.expires_at)
                 for row in connection.execute(joined.order_by(secrets.c.sha256))
             )
 
@@ -114,5 +114,5 @@ def _note_change(connection: Connection) -> None:
 
 
 def _stored(row: Row[tuple[object, ...]]) -> StoredKey:
-    terms = msgspec.json.decode(row.terms, type=Terms)
+    terms = msgspec.json.decode(row.terms, type=KeyTerms)
     return StoredKey(row.name, terms, row.created_at, row.revoked_at, row.num_secrets)

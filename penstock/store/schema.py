@@ -26,7 +26,7 @@ keys = Table(
     "penstock_keys",
     metadata,
     Column("name", String(_NAME), primary_key=True),
-    Column("terms", Text, nullable=False),  # JSON of `tenants.Terms`
+    Column("terms", Text, nullable=False),  # JSON of `tenants.KeyTerms`
     Column("created_at", Float(53), nullable=False),
     Column("revoked_at", Float(53)),
 )

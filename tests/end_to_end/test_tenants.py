@@ -17,7 +17,8 @@ import pytest
 from penstock.store.database import Database
 from penstock.store.keys import KeyStore
 from penstock.store.ledger import UsageLedger
-from penstock.tenants import Limits, Terms
+from penstock.store.quotas import LEASE_SECONDS
+from penstock.tenants import KeyTerms, Limits
 from tests.fakes.tiny_tokenizer import write_tokenizer
 from tests.server_process import ServerProcess, until, write_tiny_model
 
@@ -70,12 +71,39 @@ def tenants(tmp_path_factory):
     # Limits by the day do not refill while a slow test runs.
     limits = {"carol": Limits(tokens_per_day=600)}
     secrets = {
-        name: keys.create(name, Terms(limits=limits.get(name, Limits()))) for name in ("alice", "bob", "carol", "dave")
+        name: keys.create(name, KeyTerms(limits=limits.get(name, Limits())))
+        for name in ("alice", "bob", "carol", "dave")
     }
     database.close()
     arguments = ["--load-format", "dummy", "--kv-memory", "64MiB", "--workers", "2", "--store", store]
     with ServerProcess(str(model), *arguments, "--shared-prefixes", str(prefixes)) as server:
         yield Tenants(server.wait_ready(), store, secrets)
+
+
+@pytest.mark.slow
+def test_a_killed_workers_place_is_free_again_when_its_lease_runs_out(tmp_path):
+    model = write_tiny_model(tmp_path / "tiny")
+    database = Database.open(str(tmp_path / "penstock.db"))
+    secret = KeyStore(database).create("alice", KeyTerms(limits=Limits(concurrent_requests=1)))
+    database.close()
+    arguments = ["--load-format", "dummy", "--kv-memory", "64MiB", "--store", str(tmp_path / "penstock.db")]
+    headers = {"authorization": f"Bearer {secret}"}
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with ServerProcess(str(model), *arguments) as server:
+        server.wait_ready()
+
+        def status(**changes) -> int:
+            url = f"{server.url}/v1/completions"
+            with httpx.stream("POST", url, json={**body, **changes}, headers=headers, timeout=60) as response:
+                if "max_tokens" not in changes:
+                    os.kill(server.worker_pid, signal.SIGKILL)
+                return response.status_code
+
+        before = server.worker_pid
+        assert status() == 200
+        until(lambda: server.worker_pid != before and server.get("/ready")[0] == 200, 60, "a new worker")
+        assert status(max_tokens=1) == 429
+        until(lambda: status(max_tokens=1) == 200, LEASE_SECONDS + 30, "the lease's end")
 
 
 def cached(response) -> int:

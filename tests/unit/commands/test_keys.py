@@ -6,10 +6,11 @@ import json
 import pytest
 
 from penstock.cli import main
+from penstock.request import Targets
 from penstock.store.database import Database
 from penstock.store.keys import KeyStore
 from penstock.store.ledger import add_usage
-from penstock.tenants import Limits, Targets, Terms, Usage
+from penstock.tenants import KeyTerms, Limits, Usage
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_a_created_key_is_alone_on_standard_output(store, capsys):
     assert run("keys", "create", "alice") == 0
     secret = capsys.readouterr().out.removesuffix("\n")
     (key,) = stored(store)
-    assert (key.name, key.sha256, key.terms) == ("alice", digest(secret), Terms())
+    assert (key.name, key.sha256, key.terms) == ("alice", digest(secret), KeyTerms())
 
 
 def test_every_term_has_a_flag(store):
@@ -52,7 +53,7 @@ def test_every_term_has_a_flag(store):
     }  # fmt: skip
     assert run("keys", "create", "alice", "--admin", *[part for pair in flags.items() for part in pair]) == 0
     (key,) = stored(store)
-    assert key.terms == Terms(
+    assert key.terms == KeyTerms(
         admin=True,
         weight=2.0,
         priority=3,

@@ -6,9 +6,10 @@ import pytest
 from fastapi import FastAPI
 
 from penstock.errors import ConfigError, NotAuthenticated
+from penstock.request import Targets
 from penstock.server.auth import KeyRing, load_keys
 from penstock.server.endpoint import check_access
-from penstock.tenants import ApiKey, Limits, Targets, Terms
+from penstock.tenants import ApiKey, KeyTerms, Limits
 from tests.unit.server.conftest import running_service
 
 CLIENT_KEY, ADMIN_KEY = "sk-client", "sk-admin"
@@ -24,7 +25,7 @@ def bearer(key: str) -> dict[str, str]:
 
 @pytest.fixture
 async def guarded():
-    keys = (ApiKey("alice", digest(CLIENT_KEY)), ApiKey("root", digest(ADMIN_KEY), Terms(admin=True)))
+    keys = (ApiKey("alice", digest(CLIENT_KEY)), ApiKey("root", digest(ADMIN_KEY), KeyTerms(admin=True)))
     async with running_service(keys=keys) as service:
         yield service
 
@@ -90,7 +91,7 @@ def test_keys_are_read_from_a_file(tmp_path):
     text = alice + f'[[keys]]\nname = "b"\nsha256 = "{digest("b")}"\nadmin = true\n'
     assert load_keys(write(tmp_path, text)) == (
         ApiKey("alice", digest("a")),
-        ApiKey("b", digest("b"), Terms(admin=True)),
+        ApiKey("b", digest("b"), KeyTerms(admin=True)),
     )
 
 
@@ -130,7 +131,7 @@ def test_a_key_in_a_file_states_its_terms(tmp_path):
         targets = {{ ttft_seconds = 0.5, time_per_token_seconds = 0.03 }}
     '''
     (key,) = load_keys(write(tmp_path, text))
-    assert key.terms == Terms(
+    assert key.terms == KeyTerms(
         weight=2.0,
         priority=1,
         models=("tiny",),
@@ -149,6 +150,8 @@ def test_a_key_in_a_file_states_its_terms(tmp_path):
         ("limits = { requests_per_minute = 1.5 }", "requests_per_minute"),
         ("limits = { tokens_per_week = 1 }", "tokens_per_week"),
         ("targets = { ttft_seconds = -1 }", "ttft_seconds"),
+        ("targets = { speed = 1 }", "only"),
+        ("priority = 11", "priority"),
     ],
 )
 def test_wrong_terms_in_a_file_are_refused_with_the_reason(tmp_path, line, word):
@@ -177,8 +180,8 @@ def test_a_ring_that_lost_all_its_keys_is_closed_not_open():
 
 async def test_a_key_sees_and_uses_only_its_own_models():
     keys = (
-        ApiKey("alice", digest("a"), Terms(models=("tiny",))),
-        ApiKey("bob", digest("b"), Terms(models=("other",))),
+        ApiKey("alice", digest("a"), KeyTerms(models=("tiny",))),
+        ApiKey("bob", digest("b"), KeyTerms(models=("other",))),
     )
     async with running_service(keys=keys) as service:
         for key, seen in (("a", ["tiny"]), ("b", [])):
@@ -195,6 +198,6 @@ async def test_a_key_sees_and_uses_only_its_own_models():
 
 
 async def test_a_keys_priority_goes_with_its_requests():
-    async with running_service(keys=(ApiKey("alice", digest("a"), Terms(priority=7)),)) as service:
+    async with running_service(keys=(ApiKey("alice", digest("a"), KeyTerms(priority=7)),)) as service:
         await service.chat(key="a")
         assert service.engine.submitted[0].priority == 7

@@ -11,7 +11,7 @@ from penstock.errors import ConfigError
 from penstock.server.config import admin_address, prepare_store, resolve
 from penstock.store.database import Database
 from penstock.store.keys import KeyStore
-from penstock.tenants import Terms
+from penstock.tenants import KeyTerms
 
 
 def resolved(**given):
@@ -102,7 +102,7 @@ def test_keys_in_the_store_open_a_server_beyond_loopback(store):
         resolved(host="0.0.0.0", store=store)
     assert not os.path.exists(store), "asking makes nothing"
     database, keys = stored_keys(store)
-    keys.create("alice", Terms())
+    keys.create("alice", KeyTerms())
     config, _ = resolved(host="0.0.0.0", store=store)
     assert ([key.name for key in config.keys], config.needs_keys) == (["alice"], True)
     database.close()
@@ -110,7 +110,7 @@ def test_keys_in_the_store_open_a_server_beyond_loopback(store):
 
 def test_a_store_whose_keys_are_all_revoked_is_not_open(store):
     database, keys = stored_keys(store)
-    keys.create("alice", Terms())
+    keys.create("alice", KeyTerms())
     keys.revoke("alice")
     assert resolved(store=store)[0].needs_keys
     database.close()
@@ -118,7 +118,7 @@ def test_a_store_whose_keys_are_all_revoked_is_not_open(store):
 
 def test_a_keys_file_takes_the_place_of_the_stores_keys(store, keys):
     database, stored = stored_keys(store)
-    stored.create("alice", Terms())
+    stored.create("alice", KeyTerms())
     assert [key.name for key in resolved(store=store, keys=keys)[0].keys] == ["a"]
     database.close()
 

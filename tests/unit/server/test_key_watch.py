@@ -9,7 +9,7 @@ from penstock.server.auth import KeyRing
 from penstock.server.key_watch import KeyFile, KeyWatcher
 from penstock.store.database import Database
 from penstock.store.keys import KeyStore
-from penstock.tenants import OPEN_TENANT, Terms
+from penstock.tenants import OPEN_TENANT, KeyTerms
 
 
 def entry(name: str) -> str:
@@ -65,7 +65,7 @@ async def test_a_store_without_keys_leaves_a_loopback_server_open_and_another_cl
 async def test_keys_are_read_again_only_when_they_changed(tmp_path, monkeypatch):
     database = Database.open(str(tmp_path / "s.db"))
     store = KeyStore(database)
-    store.create("alice", Terms())
+    store.create("alice", KeyTerms())
     loads = []
     load = store.load
     monkeypatch.setattr(store, "load", lambda: loads.append(1) or load())

@@ -17,16 +17,16 @@ from penstock.server.auth import load_keys
 from penstock.store.database import Database
 from penstock.store.ledger import UsageLedger
 from penstock.store.quotas import Lease, Need, QuotaStore, Spent, settle
-from penstock.tenants import Caller, Limits, Terms
+from penstock.tenants import Caller, KeyTerms, Limits
 from tests.unit.server.conftest import Service, listening, running_service, until
 
 MANY = 10**9
 
 
 @contextlib.asynccontextmanager
-async def serving(store: str, folder: Path | None = None, **limits: dict[str, int]) -> AsyncIterator[Service]:
+async def serving(store: str | None, folder: Path | None = None, **limits: dict[str, int]) -> AsyncIterator[Service]:
     """A server whose tenants have these limits, each with its own name for a key."""
-    file = (folder or Path(store).parent) / "keys.toml"
+    file = (folder or Path(str(store)).parent) / "keys.toml"
     entries = [
         f'[[keys]]\nname = "{name}"\nsha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\n[keys.limits]\n'
         + "".join(f"{limit} = {value}\n" for limit, value in own.items())
@@ -57,7 +57,7 @@ def counts(entry):
 def tokens_left_today(store, name, limit):
     """How many more tokens the store would admit for a tenant, by asking it."""
     database = Database.open(store)
-    terms = Terms(limits=Limits(tokens_per_day=limit))
+    terms = KeyTerms(limits=Limits(tokens_per_day=limit))
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -247,9 +247,11 @@ async def test_tenants_without_limits_need_no_store_to_be_served(tmp_path, store
     assert usage(store)["alice"].requests == 1
 
 
-async def test_without_a_store_everything_is_served_and_nothing_kept():
-    async with running_service() as service:
-        assert (await service.chat()).status_code == 200
+async def test_without_a_store_only_tenants_without_limits_are_served(tmp_path):
+    async with serving(None, tmp_path, alice={}, bob={"tokens_per_day": MANY}) as service:
+        assert (await service.chat(key="alice")).status_code == 200
+        assert (await service.chat(key="bob")).json()["error"]["code"] == "store_unavailable"
+        assert len(service.engine.submitted) == 1
 
 
 async def test_openais_client_waits_as_long_as_it_is_told(store):
@@ -257,7 +259,7 @@ async def test_openais_client_waits_as_long_as_it_is_told(store):
     async with serving(store, alice={"requests_per_minute": 20}) as service:
         database = service.context.tenancy.database
         need = Need(input_tokens=0, most_output_tokens=0, output_is_stated=True)
-        alice = Caller("alice", Terms(limits=Limits(requests_per_minute=20)))
+        alice = Caller("alice", KeyTerms(limits=Limits(requests_per_minute=20)))
         while isinstance(await asyncio.to_thread(QuotaStore(database).admit, alice, need), Lease):
             pass
         async with (

@@ -6,10 +6,11 @@ import pytest
 from sqlalchemy import text
 
 from penstock.errors import KeyNotFound, RequestError
+from penstock.request import Targets
 from penstock.store.keys import KeyStore
-from penstock.tenants import Limits, Targets, Terms
+from penstock.tenants import KeyTerms, Limits
 
-TERMS = Terms(
+TERMS = KeyTerms(
     weight=2.5,
     priority=3,
     models=("a", "b"),
@@ -32,7 +33,7 @@ def test_a_created_key_opens_on_its_terms(any_database):
 
 def test_a_secret_has_256_random_bits_and_is_not_in_the_store(sqlite_database, tmp_path):
     store = KeyStore(sqlite_database)
-    first, second = store.create("a", Terms()), store.create("b", Terms())
+    first, second = store.create("a", KeyTerms()), store.create("b", KeyTerms())
     assert first != second
     assert len(first.removeprefix("psk-")) == 43
     with sqlite_database.reading() as connection:
@@ -43,7 +44,7 @@ def test_a_secret_has_256_random_bits_and_is_not_in_the_store(sqlite_database, t
 def test_every_change_of_keys_changes_the_version(any_database):
     store = KeyStore(any_database)
     versions = [store.version()]
-    for change in (lambda: store.create("a", Terms()), lambda: store.rotate("a"), lambda: store.revoke("a")):
+    for change in (lambda: store.create("a", KeyTerms()), lambda: store.rotate("a"), lambda: store.revoke("a")):
         change()
         versions.append(store.version())
     assert len(set(versions)) == 4
@@ -51,19 +52,19 @@ def test_every_change_of_keys_changes_the_version(any_database):
 
 def test_a_revoked_key_opens_nothing_and_its_name_is_not_given_again(any_database):
     store = KeyStore(any_database)
-    store.create("alice", Terms())
+    store.create("alice", KeyTerms())
     store.revoke("alice")
     assert store.load() == ()
     assert store.had_any()
     (shown,) = store.list()
     assert shown.revoked_at is not None
     with pytest.raises(RequestError, match="another name"):
-        store.create("alice", Terms())
+        store.create("alice", KeyTerms())
 
 
 def test_a_rotated_key_opens_with_the_old_secret_until_the_overlap_ends(sqlite_database, clock):
     store = KeyStore(sqlite_database)
-    old = store.create("alice", Terms())
+    old = store.create("alice", KeyTerms())
     new = store.rotate("alice", overlap_seconds=100)
     ends = {key.sha256: key.expires_at for key in store.load()}
     assert ends == {digest(old): clock.now + 100, digest(new): None}
@@ -74,7 +75,7 @@ def test_a_rotated_key_opens_with_the_old_secret_until_the_overlap_ends(sqlite_d
 
 def test_rotating_again_does_not_lengthen_an_overlap(sqlite_database, clock):
     store = KeyStore(sqlite_database)
-    first = store.create("alice", Terms())
+    first = store.create("alice", KeyTerms())
     store.rotate("alice", overlap_seconds=10)
     store.rotate("alice", overlap_seconds=1000)
     assert next(key.expires_at for key in store.load() if key.sha256 == digest(first)) == clock.now + 10
@@ -83,7 +84,7 @@ def test_rotating_again_does_not_lengthen_an_overlap(sqlite_database, clock):
 @pytest.mark.parametrize("change", ["revoke", "rotate"])
 def test_an_unknown_or_revoked_key_cannot_be_changed(any_database, change):
     store = KeyStore(any_database)
-    store.create("gone", Terms())
+    store.create("gone", KeyTerms())
     store.revoke("gone")
     for name in ("gone", "never"):
         with pytest.raises(KeyNotFound, match="penstock keys list"):
@@ -93,14 +94,14 @@ def test_an_unknown_or_revoked_key_cannot_be_changed(any_database, change):
 @pytest.mark.parametrize(
     ("name", "terms", "word"),
     [
-        ("a b", Terms(), "64 letters"),
-        ("", Terms(), "64 letters"),
-        ("a", Terms(weight=0), "weight"),
-        ("a", Terms(weight=float("nan")), "weight"),
-        ("a", Terms(priority=5000), "priority"),
-        ("a", Terms(models=()), "models"),
-        ("a", Terms(limits=Limits(tokens_per_day=0)), "tokens_per_day"),
-        ("a", Terms(targets=Targets(ttft_seconds=-1)), "ttft_seconds"),
+        ("a b", KeyTerms(), "64 letters"),
+        ("", KeyTerms(), "64 letters"),
+        ("a", KeyTerms(weight=0), "weight"),
+        ("a", KeyTerms(weight=float("nan")), "weight"),
+        ("a", KeyTerms(priority=5000), "priority"),
+        ("a", KeyTerms(models=()), "models"),
+        ("a", KeyTerms(limits=Limits(tokens_per_day=0)), "tokens_per_day"),
+        ("a", KeyTerms(targets=Targets(ttft_seconds=-1)), "ttft_seconds"),
     ],
 )
 def test_wrong_terms_are_refused(sqlite_database, name, terms, word):

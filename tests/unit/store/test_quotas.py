@@ -14,12 +14,12 @@ from penstock.store.buckets import InUse
 from penstock.store.database import Database
 from penstock.store.ledger import UsageLedger
 from penstock.store.quotas import LEASE_SECONDS, Lease, Need, QuotaStore, Refusal, Spent, settle
-from penstock.tenants import Caller, Limits, Terms
+from penstock.tenants import Caller, KeyTerms, Limits
 from tests.unit.store.conftest import NOON
 
 
 def caller(name="alice", **limits):
-    return Caller(name, Terms(limits=Limits(**limits)))
+    return Caller(name, KeyTerms(limits=Limits(**limits)))
 
 
 def need(input_tokens=10, output=10, *, stated=True, answers=1):
@@ -275,11 +275,11 @@ from penstock.errors import StoreUnavailable
 from penstock.store.database import Database
 from penstock.store.ledger import add_usage
 from penstock.store.quotas import Lease, Need, QuotaStore, Spent, settle
-from penstock.tenants import Caller, Limits, Terms, Usage
+from penstock.tenants import Caller, Limits, KeyTerms, Usage
 
 location, name, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3])
 database = Database.open(location)
-caller = Caller("alice", Terms(limits=Limits(tokens_per_day=1000, concurrent_requests=4)))
+caller = Caller("alice", KeyTerms(limits=Limits(tokens_per_day=1000, concurrent_requests=4)))
 spent_in_all, lock = 0, threading.Lock()
 
 def work(seed):
