@@ -119,8 +119,9 @@ def rotate(
 @contextmanager
 def stored_keys(options: Options) -> Iterator["KeyStore"]:
     """Open the keys of the store that the options name."""
-    from penstock.store.database import Database, store_location
+    from penstock.store.database import Database
     from penstock.store.keys import KeyStore
+    from penstock.store.location import store_location
 
     database = Database.open(store_location(options.store))
     try:

@@ -24,7 +24,6 @@ def run(sourced: Sourced) -> int:
     timeline = Timeline(process_started())
     config, _ = server_config.resolve(sourced)
     telemetry.configure_logging(config.log_format, process="supervisor")
-    config = server_config.prepare_store(config)
     timeline.mark("command line")
     files = fetch(sourced.options)
     timeline.mark("model files")
@@ -34,7 +33,7 @@ def run(sourced: Sourced) -> int:
         def announce(supervisor: Supervisor) -> None:
             bar.close()
             chats = bool(config.chat_template or Tokenizer.load(files).chat_template)
-            line = try_line(supervisor.url, config.served_name, has_keys=config.needs_keys, chats=chats)
+            line = try_line(supervisor.url, config.served_name, has_keys=supervisor.config.needs_keys, chats=chats)
             console.print(banner(supervisor, config.served_name, line), soft_wrap=True)
 
         async def serve() -> int:

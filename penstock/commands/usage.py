@@ -10,8 +10,9 @@ from rich.text import Text
 from penstock.commands.tables import print_table
 from penstock.config import Options
 from penstock.errors import ConfigError
-from penstock.store.database import Database, store_location
+from penstock.store.database import Database
 from penstock.store.ledger import UsageLedger
+from penstock.store.location import store_location
 from penstock.tenants import Usage
 
 _COUNTS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "refused", "errors")

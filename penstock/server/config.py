@@ -1,27 +1,22 @@
 """The server's own configuration: resolved once from the options, frozen, explained.
 
 Also reads what the options name, so that a wrong file is an error at start-up: the keys, the chat template and the
-shared prefixes. Makes nothing: `prepare_store` does. Knows nothing of the engine.
+shared prefixes. The store is opened later, by `server.store_opening`. Knows nothing of the engine.
 """
 
-import dataclasses
 import ipaddress
-import logging
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config import Options, Setting, Sourced
-from penstock.errors import ConfigError, StoreUnavailable
+from penstock.errors import ConfigError
 from penstock.server.auth import load_keys
 from penstock.server.shared_prefixes import DeclaredPrefix, load_prefixes
-from penstock.store.database import NO_STORE, Database, default_location, exists, shown
-from penstock.store.keys import KeyStore
-from penstock.telemetry import LogFormat, log_event
+from penstock.store.location import NO_STORE, default_location, shown
+from penstock.telemetry import LogFormat
 from penstock.tenants import ApiKey
-
-log = logging.getLogger("penstock.server")
 
 _CORES_PER_WORKER = 8
 _MAX_AUTO_WORKERS = 8
@@ -34,7 +29,7 @@ class ServerConfig:
     port: int
     workers: int
     served_name: str
-    keys: tuple[ApiKey, ...]  # as they were at the start
+    keys: tuple[ApiKey, ...]  # as they were at the start; those of the store come with `prepare_store`
     keys_file: str | None = None  # where they come from; None: from the store
     needs_keys: bool = False  # else, without keys, open to anyone who can connect
     store: str | None = None  # a path or URL; None: no usage is kept, and no key has limits
@@ -51,10 +46,8 @@ def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
     """Return the configuration and why each value is what it is. Raises ConfigError."""
     options = sourced.options
     store = None if options.store == NO_STORE else options.store or default_location()
-    keys, needs_keys = _keys(options, store)
-    if not needs_keys and not _is_loopback(options.host):
-        right = "beyond loopback API keys are needed: penstock keys create NAME, --keys FILE, or --host 127.0.0.1"
-        raise ConfigError("--host", options.host, right)
+    keys = load_keys(options.keys) if options.keys is not None else ()
+    _check_host(options.host, store, has_keys_file=bool(keys))
     if store is None and any(key.terms.limits.are_metered for key in keys):
         raise ConfigError("--store", options.store, "keys with limits need a store to count in; leave --store out")
     _check_admin(options.admin_listen)
@@ -68,7 +61,7 @@ def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
         served_name=served_name,
         keys=keys,
         keys_file=options.keys,
-        needs_keys=needs_keys,
+        needs_keys=bool(keys) or not _is_loopback(options.host),
         store=store,
         store_is_default=options.store is None,
         admin=options.admin_listen,
@@ -84,7 +77,7 @@ def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
         Setting("host", options.host, sourced.why("host")),
         Setting("port", str(options.port), sourced.why("port")),
         Setting("workers", str(workers), why_workers),
-        Setting("keys", _describe_keys(options, keys, needs_keys), sourced.why("keys")),
+        Setting("keys", _describe_keys(options, keys, store), sourced.why("keys")),
         Setting("store", NO_STORE if store is None else shown(store), sourced.why("store")),
         Setting("admin_listen", options.admin_listen or "a socket in the run folder", sourced.why("admin_listen")),
         Setting("shared_prefixes", options.shared_prefixes or "none", sourced.why("shared_prefixes")),
@@ -93,20 +86,6 @@ def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
         Setting("log_format", log_format, why_log_format),
     ]
     return config, settings
-
-
-def prepare_store(config: ServerConfig) -> ServerConfig:
-    """Make the store, before any worker needs it. Where the default one cannot be made, go on without it."""
-    if config.store is None:
-        return config
-    try:
-        Database.open(config.store).close()
-    except (ConfigError, StoreUnavailable) as error:
-        if not config.store_is_default or any(key.terms.limits.are_metered for key in config.keys):
-            raise
-        log_event(log, f"no usage is kept: {error}", level=logging.WARNING)
-        return dataclasses.replace(config, store=None)
-    return config
 
 
 def admin_address(text: str) -> tuple[str, int] | Path:
@@ -125,25 +104,22 @@ def _check_admin(text: str | None) -> None:
         admin_address(text)
 
 
-def _keys(options: Options, store: str | None) -> tuple[tuple[ApiKey, ...], bool]:
-    """Return the keys and whether callers need one: also where all keys of a store are revoked."""
+def _check_host(host: str, store: str | None, *, has_keys_file: bool) -> None:
+    """Raise unless the address is loopback's or callers will need keys."""
+    if _is_loopback(host) or has_keys_file:
+        return
+    # Only here must the store be asked before the port is bound; its database takes long to load.
+    from penstock.server.store_opening import had_keys
+
+    if store is None or not had_keys(store):
+        right = "beyond loopback API keys are needed: penstock keys create NAME, --keys FILE, or --host 127.0.0.1"
+        raise ConfigError("--host", host, right)
+
+
+def _describe_keys(options: Options, keys: tuple[ApiKey, ...], store: str | None) -> str:
     if options.keys is not None:
-        return load_keys(options.keys), True
-    if store is None or not exists(store):
-        return (), False
-    # One that cannot be read may hold keys: the server must not open its doors for that.
-    database = Database.open(store)
-    try:
-        stored = KeyStore(database)
-        return stored.load(), stored.had_any()
-    finally:
-        database.close()
-
-
-def _describe_keys(options: Options, keys: tuple[ApiKey, ...], needs_keys: bool) -> str:
-    if not needs_keys:
-        return "none: open"
-    return f"{options.keys or 'the store'} ({len(keys)} keys)"
+        return f"{options.keys} ({len(keys)} keys)"
+    return "none: open" if store is None else "those in the store; without any: open"
 
 
 def _is_loopback(host: str) -> bool:

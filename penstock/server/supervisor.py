@@ -93,12 +93,13 @@ class Supervisor:
             loop.add_signal_handler(name, self._on_signal)
         watchers = [asyncio.create_task(self._keep_engine())]
         self._client = await EngineClient.connect(self._socket_path, b"supervisor")
-        watchers += [asyncio.create_task(self._keep_worker(index)) for index in range(self.config.workers)]
-        starting = asyncio.create_task(self._announce())
         try:
-            await self._until_stopped([*watchers, starting])
+            self.config = await asyncio.to_thread(_prepare_store, self.config)
+            watchers += [asyncio.create_task(self._keep_worker(index)) for index in range(self.config.workers)]
+            watchers.append(asyncio.create_task(self._announce()))
+            await self._until_stopped(watchers)
         finally:
-            await self._end([*watchers, starting])
+            await self._end(watchers)
         return 0
 
     @property
@@ -281,6 +282,13 @@ class Supervisor:
     def _kill(self) -> None:
         for process in [*self._workers.values(), *([self._engine] if self._engine else [])]:
             _signal(process, signal.SIGKILL)
+
+
+def _prepare_store(config: ServerConfig) -> ServerConfig:
+    # Imported while the engine loads: on the way there it would delay everything.
+    from penstock.server.store_opening import prepare_store
+
+    return prepare_store(config)
 
 
 async def _feed(process: asyncio.subprocess.Process, document: bytes) -> None:

@@ -6,7 +6,6 @@ nothing of what is stored.
 
 import contextlib
 import os
-import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import QueuePool
 
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable
+from penstock.store.location import shown
 from penstock.store.schema import SCHEMA_VERSION, metadata, state
 
 Clock = Callable[[], float]
@@ -29,8 +29,6 @@ _BUSY_SECONDS = 10
 # Any number of our own: PostgreSQL takes only numbers as names of locks.
 _SCHEMA_LOCK = 0x70656E73
 _WRITES = "penstock_writes"
-# As a location: there is no store.
-NO_STORE = "none"
 _RIGHT = "give a file's path, or a URL such as postgresql://user@host/database"
 
 
@@ -118,28 +116,10 @@ def insert_into(connection: Connection, table: Table, values: dict[str, Any]) ->
     return sqlite.insert(table).values(values)
 
 
-def default_location() -> str:
-    """Where the store is unless the operator says otherwise: in the user's folder for state."""
-    base = os.environ.get("XDG_STATE_HOME")
-    return str((Path(base) if base else Path.home() / ".local" / "state") / "penstock" / "penstock.db")
-
-
-def store_location(option: str | None) -> str:
-    """Return where the store is that `--store` names. Raises ConfigError where it names that there is none."""
-    if option == NO_STORE:
-        raise ConfigError("--store", option, "this needs a store; leave it out, or give a path or URL")
-    return option or default_location()
-
-
 def exists(location: str) -> bool:
     """Whether there may be something to read. Makes nothing."""
     url = _url(location)
     return url.get_backend_name() != "sqlite" or os.path.exists(url.database or "")
-
-
-def shown(location: str) -> str:
-    """Return a location as it may be printed: without a password."""
-    return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", location)
 
 
 def _url(location: str) -> URL:

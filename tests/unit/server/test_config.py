@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from penstock.config import gather
-from penstock.errors import ConfigError
-from penstock.server.config import admin_address, prepare_store, resolve
+from penstock.errors import ConfigError, StoreUnavailable
+from penstock.server.config import admin_address, resolve
+from penstock.server.store_opening import prepare_store
 from penstock.store.database import Database
 from penstock.store.keys import KeyStore
 from penstock.tenants import KeyTerms
@@ -103,7 +104,7 @@ def test_keys_in_the_store_open_a_server_beyond_loopback(store):
     assert not os.path.exists(store), "asking makes nothing"
     database, keys = stored_keys(store)
     keys.create("alice", KeyTerms())
-    config, _ = resolved(host="0.0.0.0", store=store)
+    config = prepare_store(resolved(host="0.0.0.0", store=store)[0])
     assert ([key.name for key in config.keys], config.needs_keys) == (["alice"], True)
     database.close()
 
@@ -112,14 +113,29 @@ def test_a_store_whose_keys_are_all_revoked_is_not_open(store):
     database, keys = stored_keys(store)
     keys.create("alice", KeyTerms())
     keys.revoke("alice")
-    assert resolved(store=store)[0].needs_keys
+    for host in ("127.0.0.1", "0.0.0.0"):
+        config = prepare_store(resolved(host=host, store=store)[0])
+        assert (config.keys, config.needs_keys) == ((), True)
     database.close()
+
+
+def test_a_store_without_keys_leaves_a_loopback_server_open(store):
+    config = prepare_store(resolved(store=store)[0])
+    assert (config.keys, config.needs_keys) == ((), False)
+
+
+def test_a_store_that_is_there_and_cannot_be_read_never_opens_the_server(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "penstock").mkdir()
+    (tmp_path / "penstock" / "penstock.db").write_text("no database " * 1000)
+    with pytest.raises(StoreUnavailable):
+        prepare_store(resolved()[0])
 
 
 def test_a_keys_file_takes_the_place_of_the_stores_keys(store, keys):
     database, stored = stored_keys(store)
     stored.create("alice", KeyTerms())
-    assert [key.name for key in resolved(store=store, keys=keys)[0].keys] == ["a"]
+    assert [key.name for key in prepare_store(resolved(store=store, keys=keys)[0]).keys] == ["a"]
     database.close()
 
 
@@ -160,7 +176,6 @@ def test_where_admin_routes_may_listen(text, address):
     assert admin_address(resolved(admin_listen=text)[0].admin) == address
 
 
-def test_a_password_in_the_stores_url_is_not_explained(monkeypatch):
-    monkeypatch.setattr("penstock.server.config._keys", lambda *_: ((), False))
+def test_a_password_in_the_stores_url_is_not_explained():
     _, settings = resolved(store="postgresql://me:hunter2@127.0.0.1:1/x")
     assert "hunter2" not in str(settings)

@@ -8,7 +8,8 @@ import pytest
 from sqlalchemy import select, update
 
 from penstock.errors import ConfigError, StoreUnavailable
-from penstock.store.database import Database, default_location, exists, shown
+from penstock.store.database import Database, exists
+from penstock.store.location import default_location, shown
 from penstock.store.schema import SCHEMA_VERSION, state
 
 
