@@ -3,14 +3,27 @@
 A block's name covers its own tokens and, through its parent's name, every token before it. The first parent is the
 salt: tenant, adapter and KV dtype. The key keeps names from being guessed by whoever can see them. The engine's
 prefix index, its host tier and the gateway's routing all use these names.
+
+Tokens that an operator declared public lie under a salt without the tenant, so that all tenants share their blocks.
+The first block behind them is the tenant's own again: its parent covers both the public blocks and the tenant's salt.
 """
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 BlockHash = bytes
 HASH_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Salt:
+    """Where the names of one request's blocks start."""
+
+    own: BlockHash  # the parent of the first block that only its tenant may share
+    public: BlockHash  # the parent of the first block, where that is public
+    num_public_blocks: int = 0
 
 
 class BlockHasher:
@@ -20,22 +33,42 @@ class BlockHasher:
         self._key = key
         self.block_tokens = block_tokens
 
-    def root(self, *, tenant: str = "", adapter: str = "", kv_dtype: str = "") -> BlockHash:
-        """Return the parent of a first block. Equal prompts under different salts share nothing."""
-        parts = [part.encode() for part in (tenant, adapter, kv_dtype)]
-        salt = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
-        return blake2b(salt, key=self._key, digest_size=HASH_BYTES, person=b"salt").digest()
+    def salt(self, *, tenant: str = "", adapter: str = "", kv_dtype: str = "", num_public_tokens: int = 0) -> Salt:
+        """Return the salt of a request whose first `num_public_tokens` tokens anybody may share.
 
-    def child(self, parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
-        """Return the name of a full block that follows `parent`."""
+        Equal prompts under different salts share their whole public blocks and nothing else.
+        """
+        return Salt(
+            own=self._root(b"salt", tenant, adapter, kv_dtype),
+            public=self._root(b"public", adapter, kv_dtype),
+            num_public_blocks=num_public_tokens // self.block_tokens,
+        )
+
+    def chain(self, salt: Salt, tokens: Sequence[int]) -> list[BlockHash]:
+        """Return the names of all full blocks of `tokens`, in order."""
+        names: list[BlockHash] = []
+        self.extend(names, salt, tokens, len(tokens) // self.block_tokens)
+        return names
+
+    def extend(self, names: list[BlockHash], salt: Salt, tokens: Sequence[int], num_blocks: int) -> None:
+        """Add to the names of the leading blocks of `tokens` until there are `num_blocks`."""
+        size = self.block_tokens
+        while len(names) < num_blocks:
+            start = len(names) * size
+            names.append(self._child(self._parent(names, salt), tokens[start : start + size]))
+
+    def _parent(self, names: list[BlockHash], salt: Salt) -> BlockHash:
+        if len(names) == salt.num_public_blocks:
+            return self._digest(b"own", salt.own + names[-1]) if names else salt.own
+        return names[-1] if names else salt.public
+
+    def _child(self, parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
         assert len(tokens) == self.block_tokens
         return blake2b(parent + array("I", tokens).tobytes(), key=self._key, digest_size=HASH_BYTES).digest()
 
-    def chain(self, root: BlockHash, tokens: Sequence[int]) -> list[BlockHash]:
-        """Return the names of all full blocks of `tokens`, in order."""
-        names: list[BlockHash] = []
-        parent = root
-        for start in range(0, len(tokens) - self.block_tokens + 1, self.block_tokens):
-            parent = self.child(parent, tokens[start : start + self.block_tokens])
-            names.append(parent)
-        return names
+    def _root(self, purpose: bytes, *parts: str) -> BlockHash:
+        encoded = [part.encode() for part in parts]
+        return self._digest(purpose, b"".join(len(part).to_bytes(4, "little") + part for part in encoded))
+
+    def _digest(self, purpose: bytes, data: bytes) -> BlockHash:
+        return blake2b(data, key=self._key, digest_size=HASH_BYTES, person=purpose).digest()

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 import penstock
-from penstock.commands import bench
+from penstock.commands import bench, keys
 from penstock.commands.flags import options_of, takes_options
 from penstock.config import Sourced
 from penstock.errors import PenstockError
@@ -31,6 +31,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench.app, name="bench")
+app.add_typer(keys.app, name="keys")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens to answer with")]
@@ -127,6 +128,28 @@ def explain(sourced: Sourced, json: Json = False) -> int:
     return explain.run(sourced, as_json=json)
 
 
+@app.command(name="plan-memory", epilog=EPILOG)
+@takes_options(
+    "model",
+    "revision",
+    "load_format",
+    "precision",
+    "max_context_tokens",
+    "cache_dir",
+    "device",
+    "simulated_profile",
+    "kv_memory",
+    "block_tokens",
+    "max_running",
+    "max_step_tokens",
+)
+def plan_memory(sourced: Sourced, json: Json = False) -> int:
+    """Show what a model will take of the device's memory, and what fits."""
+    from penstock.commands import memory
+
+    return memory.run(sourced, as_json=json)
+
+
 @app.command(epilog=EPILOG)
 @takes_options("device", "cache_dir", "host", "port")
 def doctor(sourced: Sourced, json: Json = False) -> int:
@@ -175,6 +198,22 @@ def simulate(
     level = ServiceLevel(slo_ttft, slo_tpot)
     asked = simulate.Simulated(profile=profile, num_replicas=replicas, level=level, json=json, against=against)
     return simulate.run(sourced, work, arrivals, asked)
+
+
+@app.command(epilog=EPILOG)
+@takes_options("store")
+def usage(
+    sourced: Sourced,
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant's", show_default=False)] = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="DAY", help="From this UTC day on: 2026-01-31, or 7d", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Show what each tenant used of each model, by day."""
+    from penstock.commands import usage
+
+    return usage.run(sourced.options, tenant=tenant, since=since, as_json=json)
 
 
 @app.command()

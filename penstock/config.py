@@ -83,10 +83,19 @@ class Options:
         "scheduler", "Seconds between checks of the KV cache with a prompt whose answer is known; 0: none", 0.0, low=0.0
     )
 
-    host: str = _option("server", "Address to listen on; beyond loopback needs --keys", "127.0.0.1")
+    host: str = _option("server", "Address to listen on; beyond loopback needs keys", "127.0.0.1")
     port: int = _option("server", "Port to listen on", 8000, low=0, high=65535)
     workers: int | None = _option("server", "API worker processes", None, low=1, high=64)
-    keys: str | None = _option("server", "TOML file of API keys", None)
+    keys: str | None = _option("server", "TOML file of API keys (default: those in the store)", None)
+    store: str | None = _option(
+        "server", "Keys, limits and usage: a file, a PostgreSQL URL, or none (default: in your state folder)", None
+    )
+    admin_listen: str | None = _option(
+        "server", "Admin routes: ADDRESS:PORT on loopback, or unix:PATH (default: a socket in the run folder)", None
+    )
+    shared_prefixes: str | None = _option(
+        "server", "TOML file of prompt beginnings whose cached blocks all tenants share", None
+    )
     max_body_bytes: int = _option("server", "Largest request body", 8 * 1024 * 1024, low=1024)
     drain_seconds: float = _option("server", "How long open requests may go on after SIGTERM", 30.0, low=0.0)
     log_format: str = _option("server", "How log lines look", "auto", choices=("auto", "json", "text"))

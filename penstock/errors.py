@@ -17,11 +17,15 @@
     │   ├── WrongMediaType       the HTTP body is not declared to be JSON
     │   ├── NotAuthenticated     no API key, or one that is not known
     │   ├── NotPermitted         the API key does not open this route
+    │   ├── LimitTooSmall        the request alone is more than its tenant's limit
+    │   ├── KeyNotFound          no key of this name
     │   ├── RouteNotFound        no such path
     │   └── MethodNotAllowed     the path exists, the method does not
     ├── Overloaded           the queue is full; try again after `retry_after_seconds`
+    │   └── LimitReached         the tenant has used up a limit for now
     ├── EngineUnavailable    the engine is starting, restarting or gone
     │   └── NotReady             this server should not be sent work now
+    ├── StoreUnavailable     the database of keys, limits and usage does not work
     ├── EngineFailed         the engine failed while it worked on this request
     └── RemoteError          a server that we are a client of cannot be reached or refused
 
@@ -29,6 +33,7 @@
 """
 
 import json
+from collections.abc import Mapping
 from typing import ClassVar
 
 _SHOWN_CHARACTERS = 80  # of a wrong value, in the sentence that names it
@@ -172,6 +177,19 @@ class NotPermitted(RequestError):
     code = "permission_denied"
 
 
+class LimitTooSmall(RequestError):
+    code = "limit_too_small"
+
+    def __init__(self, limit: str, most: int, amount: int, *, param: str | None) -> None:
+        super().__init__(
+            f"this request may need {amount} of {limit}, but your key has {most} in all; make it smaller", param=param
+        )
+
+
+class KeyNotFound(RequestError):
+    code = "key_not_found"
+
+
 class RouteNotFound(RequestError):
     code = "route_not_found"
 
@@ -188,12 +206,26 @@ class Overloaded(PenstockError):
         self.retry_after_seconds = retry_after_seconds
 
 
+class LimitReached(Overloaded):
+    code = "rate_limit_exceeded"
+
+    def __init__(self, limit: str, most: int, *, retry_after_seconds: float, headers: Mapping[str, str]) -> None:
+        message = f"the limit of your key is reached: {limit} = {most}; try again in {retry_after_seconds:.3f} s"
+        super().__init__(message, retry_after_seconds=retry_after_seconds)
+        self.limit = limit
+        self.headers = headers
+
+
 class EngineUnavailable(PenstockError):
     code = "engine_unavailable"
 
 
 class NotReady(EngineUnavailable):
     code = "not_ready"
+
+
+class StoreUnavailable(PenstockError):
+    code = "store_unavailable"
 
 
 class EngineFailed(PenstockError):

@@ -12,6 +12,17 @@ from penstock.errors import InvalidParameter
 
 MAX_LOGPROBS = 20
 MAX_COUNT = 2**31 - 1  # of tokens, where nothing else sets a limit
+MAX_PRIORITY = 10  # and as low as minus this
+
+
+class Targets(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a caller wants of an answer's pace. None: as soon as it goes."""
+
+    ttft_seconds: float | None = None  # from arrival to the first token
+    time_per_token_seconds: float | None = None  # the mean over the tokens behind the first
+
+
+NO_TARGETS = Targets()
 
 
 class FinishReason(enum.StrEnum):

@@ -33,7 +33,7 @@ def run(sourced: Sourced, *, engine_module: str = ENGINE_MODULE) -> int:
         def announce(supervisor: Supervisor) -> None:
             bar.close()
             chats = bool(config.chat_template or Tokenizer.load(files).chat_template)
-            line = try_line(supervisor.url, config.served_name, has_keys=bool(config.keys), chats=chats)
+            line = try_line(supervisor.url, config.served_name, has_keys=supervisor.config.needs_keys, chats=chats)
             console.print(banner(supervisor, config.served_name, line), soft_wrap=True)
 
         async def serve() -> int:
@@ -66,6 +66,7 @@ def banner(supervisor: Supervisor, model: str, line: str) -> Group:
         rows,
         Text(),
         Text(f"Look:  {supervisor.url}/       {supervisor.url}/docs"),
+        Text(f"Admin: {supervisor.admin_url}"),
         Text("Try:"),
         Text(line),
         Text(),

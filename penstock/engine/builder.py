@@ -4,6 +4,7 @@ Used by the engine process, by `LLM` and by the simulator; knows nothing of sock
 needs.
 """
 
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -28,6 +29,8 @@ from penstock.models.registry import spec_for
 from penstock.models.spec import ModelSpec
 from penstock.models.store import ModelFiles
 from penstock.request import SamplingParams
+
+log = logging.getLogger(__name__)
 
 # A tenant that no caller can have: the warm-up's blocks are shared with nobody.
 _WARM_UP_TENANT = "\x00warm-up"
@@ -60,6 +63,7 @@ def build_engine(
     device = device_for(sourced.options)
     timeline.mark("imports")
     config, settings = resolve(sourced, spec, device.probe(spec))
+    log.info("memory plan: %s", "; ".join(f"{name} {value}" for name, value in config.memory.rows()))
     timeline.mark("settings")
     runner = device.make_runner(config, spec, files, timeline, progress)
     engine = assemble(config, spec, runner, for_batches=for_batches)

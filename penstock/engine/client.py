@@ -162,6 +162,7 @@ class EngineClient:
         arrival: float,
         tenant: str = "",
         adapter: str = "",
+        num_public_tokens: int = 0,
         priority: int = 0,
     ) -> TokenStream:
         """Send a request. Raises EngineUnavailable while there is no engine to take it."""
@@ -177,6 +178,7 @@ class EngineClient:
                 arrival=arrival,
                 tenant=tenant,
                 adapter=adapter,
+                num_public_tokens=num_public_tokens,
                 priority=priority,
             )
         )
@@ -188,19 +190,39 @@ class EngineClient:
             self._send(Abort([request_id], reason))
 
     async def export_prefix(
-        self, tokens: list[int], *, request_id: str, tenant: str = "", adapter: str = ""
+        self, tokens: list[int], *, request_id: str, tenant: str = "", adapter: str = "", num_public_tokens: int = 0
     ) -> list[bytes]:
         """Return the KV of the leading whole blocks of `tokens`, as far as the engine has them cached."""
-        message = ExportPrefix(request_id=request_id, tokens=tokens, tenant=tenant, adapter=adapter)
+        message = ExportPrefix(
+            request_id=request_id,
+            tokens=tokens,
+            tenant=tenant,
+            adapter=adapter,
+            num_public_tokens=num_public_tokens,
+        )
         answer = await self._ask(request_id, message)
         assert isinstance(answer, ExportedPrefix)
         return answer.blocks
 
     async def import_prefix(
-        self, tokens: list[int], blocks: list[bytes], *, request_id: str, tenant: str = "", adapter: str = ""
+        self,
+        tokens: list[int],
+        blocks: list[bytes],
+        *,
+        request_id: str,
+        tenant: str = "",
+        adapter: str = "",
+        num_public_tokens: int = 0,
     ) -> int:
         """Give the engine blocks that another of the same model exported; return how many tokens it now finds."""
-        message = ImportPrefix(request_id=request_id, tokens=tokens, blocks=blocks, tenant=tenant, adapter=adapter)
+        message = ImportPrefix(
+            request_id=request_id,
+            tokens=tokens,
+            blocks=blocks,
+            tenant=tenant,
+            adapter=adapter,
+            num_public_tokens=num_public_tokens,
+        )
         answer = await self._ask(request_id, message)
         assert isinstance(answer, ImportedPrefix)
         return answer.num_tokens

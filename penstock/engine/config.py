@@ -6,14 +6,15 @@ What the device is and can do comes in as `DeviceFacts`; what the model is, as i
 from dataclasses import dataclass
 
 from penstock.config import Setting, Sourced, parse_bytes
+from penstock.engine.memory_plan import MemoryPlan, graph_bytes, lost_bytes, show_bytes, workspace_bytes
 from penstock.errors import ConfigError
 from penstock.models.spec import ModelSpec
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DTYPES = tuple(_ITEM_BYTES)
 
-# Without a stated limit the KV cache takes this share of what is free: most of a GPU, little of a shared host.
-_KV_SHARE = {"cpu": 0.25, "cuda": 0.90}
+# Without a stated limit the KV cache takes this share of what nothing else needs: a GPU's, but little of a shared host.
+_KV_SHARE = {"cpu": 0.25, "cuda": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class EngineConfig:
     speculative: str
     draft_tokens: int
     role: str = "both"
+    memory: MemoryPlan
     device_kind: str = "cpu"  # cpu or cuda: what the device is, or is like
     canary_seconds: float = 0.0
 
@@ -96,7 +98,7 @@ class _Resolver:
         wanted_context = self._context()
         max_running = self._choose("max_running", options.max_running, *self._default_running())
         max_step_tokens = self._step_tokens(max_running)
-        num_blocks = self._num_blocks(dtype, max_running, wanted_context)
+        num_blocks = self._num_blocks(dtype, max_running, max_step_tokens, wanted_context)
         context = self._fit_context(wanted_context, num_blocks)
         host_bytes = parse_bytes("--host-kv-memory", options.host_kv_memory)
         for name in (
@@ -112,6 +114,7 @@ class _Resolver:
             self._note(name, getattr(options, name), self.sourced.why(name))
         config = EngineConfig(
             device=device,
+            memory=self._memory_plan(dtype, max_running, max_step_tokens, context, num_blocks - 1),
             device_kind=facts.kind,
             threads=threads,
             precision=options.precision,
@@ -192,36 +195,95 @@ class _Resolver:
         simulated = self.facts.kv_token_bytes
         return self.options.block_tokens * (kv_token_bytes(self.spec, dtype) if simulated is None else simulated)
 
-    def _num_blocks(self, dtype: str, max_running: int, context: int) -> int:
+    def _num_blocks(self, dtype: str, max_running: int, step_tokens: int, context: int) -> int:
         """Blocks that the memory for KV holds, but no more than the running requests could ever fill."""
         per_block = self._block_bytes(dtype)
         blocks_each = -(-context // self.options.block_tokens)
+        room = self._kv_room(dtype, max_running, step_tokens, context)
         if self.options.kv_memory is not None:
             given = parse_bytes("--kv-memory", self.options.kv_memory)
-            room = self.facts.free_bytes - self._weight_bytes(dtype)
             if given > room:
-                raise ConfigError(
-                    "--kv-memory",
-                    self.options.kv_memory,
-                    f"{self.facts.name} has {max(0, room) / 2**30:.1f}GiB free beside the weights; give less",
-                )
+                right = f"{self.facts.name} has room for less beside the weights; give {_show_option(room)} or less"
+                raise ConfigError("--kv-memory", self.options.kv_memory, right)
             num_blocks = given // per_block
             why = f"{self.sourced.why('kv_memory')}; {num_blocks} blocks"
         else:
             share = _KV_SHARE[self.facts.kind]
-            room = int((self.facts.free_bytes - self._weight_bytes(dtype)) * share)
-            num_blocks = min(room // per_block, blocks_each * max_running)
-            why = f"auto: up to {share:.0%} of free memory, at most {max_running} longest requests; {num_blocks} blocks"
+            num_blocks = min(int(room * share) // per_block, blocks_each * max_running)
+            part = "what" if share == 1 else f"{share:.0%} of what"
+            why = f"auto: up to {part} nothing else needs, at most {max_running} longest requests; {num_blocks} blocks"
         fewest = 1 if self.options.max_context_tokens is None else blocks_each
         if num_blocks < fewest:
-            raise ConfigError(
-                "--kv-memory",
-                self.options.kv_memory or "auto",
-                f"one request of {context if fewest > 1 else self.options.block_tokens} tokens needs "
-                f"{fewest * per_block} bytes; give more, or lower --max-context-tokens",
-            )
+            self._refuse(num_blocks, fewest * per_block, context)
         self._note("kv_memory", f"{num_blocks * per_block / 2**20:.0f}MiB", why)
         return num_blocks + 1
+
+    def _kv_room(self, dtype: str, max_running: int, step_tokens: int, context: int) -> int:
+        """Memory that neither weights nor steps need. Raises ConfigError, with what would help, if there is none."""
+        free, weights = self.facts.free_bytes, self._weight_bytes(dtype)
+        if weights >= free:
+            has = f"its weights take {show_bytes(weights)} and {self.facts.name} has {show_bytes(free)} free"
+            smaller = self._dense_bytes("bfloat16")
+            if self.facts.kind == "cuda" and _ITEM_BYTES[dtype] > 2 and smaller < free:
+                raise ConfigError("--precision", self.options.precision, f"{has}; give --precision bfloat16")
+            raise ConfigError("--model", self.options.model, f"{has}; serve a smaller or more quantised one")
+        rest = free - weights - graph_bytes(self.spec, self.facts.kind) - lost_bytes(self.facts.kind, free)
+        room = rest - self._workspace_bytes(dtype, max_running, step_tokens, context)
+        if room < self._block_bytes(dtype):
+            self._refuse_step(dtype, max_running, step_tokens, context, rest)
+        return room
+
+    def _refuse_step(self, dtype: str, max_running: int, step_tokens: int, context: int, rest: int) -> None:
+        """Say how small steps must be for the rest to hold a block and the step's workspace."""
+        base = self._workspace_bytes(dtype, max_running, 0, context)
+        per_token = self._workspace_bytes(dtype, max_running, 1, context) - base
+        fits = (rest - base - self._block_bytes(dtype)) // per_token
+        needs = f"a step of that many tokens works in {show_bytes(base + step_tokens * per_token)} beside the weights"
+        if fits >= max_running:
+            raise ConfigError("--max-step-tokens", step_tokens, f"{needs}; give {fits} or less")
+        raise ConfigError("--max-running", max_running, f"{needs}, more than {self.facts.name} has; give a smaller one")
+
+    def _refuse(self, num_blocks: int, needed_bytes: int, context: int) -> None:
+        fits = num_blocks * self.options.block_tokens
+        if self.options.max_context_tokens is not None and fits >= 16:
+            right = f"the KV cache holds {fits} tokens; give {fits} or less"
+            if self.options.kv_memory is not None:
+                right += f", or --kv-memory {_show_option(needed_bytes, at_least=True)}"
+            raise ConfigError("--max-context-tokens", context, right)
+        raise ConfigError(
+            "--kv-memory",
+            self.options.kv_memory or "auto",
+            f"one request of {self.options.block_tokens} tokens needs {needed_bytes} bytes; give more",
+        )
+
+    def _workspace_bytes(self, dtype: str, max_running: int, step_tokens: int, context: int) -> int:
+        if self.facts.is_simulated:
+            return 0
+        return workspace_bytes(
+            self.spec,
+            self.facts.kind,
+            _ITEM_BYTES[dtype],
+            step_tokens=step_tokens,
+            max_running=max_running,
+            context_tokens=context,
+        )
+
+    def _memory_plan(self, dtype: str, max_running: int, step_tokens: int, context: int, num_blocks: int) -> MemoryPlan:
+        return MemoryPlan(
+            device=self.facts.name,
+            free_bytes=self.facts.free_bytes,
+            weight_bytes=self._weight_bytes(dtype),
+            kv_bytes=num_blocks * self._block_bytes(dtype),
+            workspace_bytes=self._workspace_bytes(dtype, max_running, step_tokens, context),
+            graph_bytes=0 if self.facts.is_simulated else graph_bytes(self.spec, self.facts.kind),
+            block_tokens=self.options.block_tokens,
+            num_blocks=num_blocks,
+            max_context_tokens=context,
+            max_running=max_running,
+        )
+
+    def _dense_bytes(self, dtype: str) -> int:
+        return self.spec.num_parameters * _ITEM_BYTES[dtype]
 
     def _weight_bytes(self, dtype: str) -> int:
         simulated = self.facts.weight_bytes
@@ -239,3 +301,8 @@ class _Resolver:
             why = "auto: what the model was made for"
         self._note("max_context_tokens", context, why)
         return context
+
+
+def _show_option(count: int, *, at_least: bool = False) -> str:
+    """A number of bytes as an option takes it, rounded to what still fits, or to what is enough."""
+    return f"{-(-count // 2**20) if at_least else max(0, count) // 2**20}MiB"

@@ -64,17 +64,26 @@ class Engine:
         settling, self._in_flight = self._in_flight, launched
         return self._forget_finished(self._settle(*settling)) if settling else []
 
-    def export_prefix(self, tokens: Sequence[int], *, tenant: str = "", adapter: str = "") -> list[bytes]:
+    def export_prefix(
+        self, tokens: Sequence[int], *, tenant: str = "", adapter: str = "", num_public_tokens: int = 0
+    ) -> list[bytes]:
         """Return the KV of the leading whole blocks of `tokens`, as far as they are cached here."""
         cache = self.scheduler.cache
-        return self.runner.read_blocks(cache.find_prefix(cache.open(tenant=tenant, adapter=adapter), tokens))
+        guest = cache.open(tenant=tenant, adapter=adapter, num_public_tokens=num_public_tokens)
+        return self.runner.read_blocks(cache.find_prefix(guest, tokens))
 
     def import_prefix(
-        self, tokens: Sequence[int], contents: Sequence[bytes], *, tenant: str = "", adapter: str = ""
+        self,
+        tokens: Sequence[int],
+        contents: Sequence[bytes],
+        *,
+        tenant: str = "",
+        adapter: str = "",
+        num_public_tokens: int = 0,
     ) -> int:
         """Cache what another engine of the same model exported; return how many tokens are now found here."""
         cache = self.scheduler.cache
-        guest = cache.open(tenant=tenant, adapter=adapter)
+        guest = cache.open(tenant=tenant, adapter=adapter, num_public_tokens=num_public_tokens)
         planted = cache.plant_prefix(guest, tokens, len(contents))
         self.runner.write_blocks(list(planted.values()), [contents[index] for index in planted])
         num_tokens = len(guest.blocks) * cache.block_tokens

@@ -19,6 +19,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     arrival: float  # time.monotonic() when the caller's bytes were read; same clock in all local processes
     tenant: str = ""
     adapter: str = ""
+    num_public_tokens: int = 0  # leading tokens of the prompt that the operator declared: any tenant may share them
     priority: int = 0  # larger runs earlier
 
 
@@ -50,6 +51,7 @@ class ExportPrefix(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     tokens: list[int]
     tenant: str = ""
     adapter: str = ""
+    num_public_tokens: int = 0
 
 
 class ImportPrefix(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -60,6 +62,7 @@ class ImportPrefix(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     blocks: list[bytes]
     tenant: str = ""
     adapter: str = ""
+    num_public_tokens: int = 0
 
 
 ToEngine = Submit | Abort | Hello | Goodbye | Shutdown | ExportPrefix | ImportPrefix

@@ -120,11 +120,20 @@ class EngineProcess:
                 self._clients.discard(identity)
                 self._engine.drop_client(identity)
             case ExportPrefix():
-                blocks = self._engine.export_prefix(message.tokens, tenant=message.tenant, adapter=message.adapter)
+                blocks = self._engine.export_prefix(
+                    message.tokens,
+                    tenant=message.tenant,
+                    adapter=message.adapter,
+                    num_public_tokens=message.num_public_tokens,
+                )
                 self._socket.send_multipart([client, encode(ExportedPrefix(message.request_id, blocks))])
             case ImportPrefix():
                 found = self._engine.import_prefix(
-                    message.tokens, message.blocks, tenant=message.tenant, adapter=message.adapter
+                    message.tokens,
+                    message.blocks,
+                    tenant=message.tenant,
+                    adapter=message.adapter,
+                    num_public_tokens=message.num_public_tokens,
                 )
                 self._socket.send_multipart([client, encode(ImportedPrefix(message.request_id, found))])
             case Shutdown():

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.errors import EngineUnavailable, NotAuthenticated, Overloaded, PenstockError, RequestError
+from penstock.errors import EngineUnavailable, LimitReached, NotAuthenticated, Overloaded, PenstockError, RequestError
 
 
 class ErrorKind(NamedTuple):
@@ -30,6 +30,8 @@ CATALOGUE: Mapping[str, ErrorKind] = MappingProxyType(
         "chat_template_failed": ErrorKind(400, "invalid_request_error"),
         "invalid_api_key": ErrorKind(401, "authentication_error"),
         "permission_denied": ErrorKind(403, "permission_error"),
+        "limit_too_small": ErrorKind(400, "invalid_request_error"),
+        "key_not_found": ErrorKind(404, "not_found_error"),
         "model_not_found": ErrorKind(404, "not_found_error"),
         "route_not_found": ErrorKind(404, "not_found_error"),
         "method_not_allowed": ErrorKind(405, "invalid_request_error"),
@@ -38,10 +40,12 @@ CATALOGUE: Mapping[str, ErrorKind] = MappingProxyType(
         "unsupported_media_type": ErrorKind(415, "invalid_request_error"),
         "head_too_large": ErrorKind(431, "invalid_request_error"),
         "overloaded": ErrorKind(429, "rate_limit_error"),
+        "rate_limit_exceeded": ErrorKind(429, "rate_limit_error"),
         "internal_error": ErrorKind(500, "server_error"),
         "engine_failed": ErrorKind(500, "server_error"),
         "engine_unavailable": ErrorKind(503, "server_error"),
         "not_ready": ErrorKind(503, "server_error"),
+        "store_unavailable": ErrorKind(503, "server_error"),
     }
 )
 
@@ -85,7 +89,8 @@ def reply_for(error: BaseException) -> ErrorReply:
 def _headers(error: BaseException) -> dict[str, str]:
     if isinstance(error, Overloaded):
         seconds = max(0.0, error.retry_after_seconds)
-        return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(math.ceil(seconds * 1000))}
+        retry = {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(math.ceil(seconds * 1000))}
+        return {**retry, **error.headers} if isinstance(error, LimitReached) else retry
     if isinstance(error, EngineUnavailable):
         return {"retry-after": str(_RESTART_SECONDS)}
     if isinstance(error, NotAuthenticated):

@@ -14,6 +14,7 @@ from penstock.errors import EngineFailed, EngineUnavailable, Overloaded, Penstoc
 from penstock.protocol.errors import CATALOGUE
 from penstock.protocol.generation import PromptTokensDetails, Usage
 from penstock.request import FinishReason
+from penstock.server.quota import Charge
 from penstock.server.text_assembly import TextAssembler, TextPiece
 
 
@@ -76,9 +77,10 @@ class Choice:
 class Answer:
     """All choices of one API call: the same number for each of its prompts."""
 
-    def __init__(self, prompts: Sequence[Prompt], choices: Sequence[Choice]) -> None:
+    def __init__(self, prompts: Sequence[Prompt], choices: Sequence[Choice], charge: Charge) -> None:
         self.prompts = prompts
         self.choices = choices
+        self.charge = charge
 
     async def batches(self) -> AsyncGenerator[list[tuple[Choice, TextPiece]], None]:
         """Yield the pieces that are there together, until every choice has finished."""

@@ -1,7 +1,7 @@
 """The HTTP app: the routes, in one place, behind one door.
 
-Adding an endpoint is one file in `routes/` and one line in `ROUTES`. Knows nothing of processes and sockets: that is
-`server.worker`'s.
+Adding an endpoint is one file in `routes/` and one line in `ROUTES`, or in `ADMIN_ROUTES` for the admin socket, which
+has an app of its own. Knows nothing of processes and sockets: that is `server.worker`'s.
 """
 
 from fastapi import FastAPI
@@ -12,17 +12,40 @@ from starlette.responses import Response
 from penstock import __version__
 from penstock.errors import BodyTooLarge, MethodNotAllowed, PenstockError, RequestError, RouteNotFound
 from penstock.protocol.errors import reply_for
+from penstock.server.auth import KeyRing
 from penstock.server.context import ServerContext
 from penstock.server.endpoint import Endpoint, GuardedHandler, check_access, record_of
 from penstock.server.front_door import FrontDoor
-from penstock.server.routes import chat, completions, document, health, home, metrics, models, tokenize
+from penstock.server.routes import (
+    admin_keys,
+    admin_usage,
+    chat,
+    completions,
+    document,
+    health,
+    home,
+    metrics,
+    models,
+    tokenize,
+)
 
 ROUTES = (chat, completions, models, tokenize, health, metrics, home)
+ADMIN_ROUTES = (admin_keys, admin_usage)
 
 
 def create_app(context: ServerContext) -> FastAPI:
     """Return the app of one API worker. Raises if a route does not declare who may call it."""
-    endpoints: list[Endpoint] = [endpoint for module in ROUTES for endpoint in module.endpoints(context)]
+    endpoints = [endpoint for module in ROUTES for endpoint in module.endpoints(context)]
+    return _assemble(context, endpoints, context.tenancy.ring)
+
+
+def create_admin_app(context: ServerContext, *, needs_key: bool) -> FastAPI:
+    """Return the app of the admin socket. Without `needs_key`, who can open the socket may do everything there."""
+    endpoints = [endpoint for module in ADMIN_ROUTES for endpoint in module.endpoints(context)]
+    return _assemble(context, endpoints, context.tenancy.ring if needs_key else KeyRing(()))
+
+
+def _assemble(context: ServerContext, endpoints: list[Endpoint], keys: KeyRing) -> FastAPI:
     endpoints += document.endpoints(list(endpoints))
     app = FastAPI(
         title="Penstock", version=__version__, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
@@ -30,7 +53,7 @@ def create_app(context: ServerContext) -> FastAPI:
     for endpoint in endpoints:
         app.add_api_route(
             endpoint.path,
-            GuardedHandler(endpoint, context.keys),
+            GuardedHandler(endpoint, keys),
             methods=["GET", "HEAD"] if endpoint.method == "GET" else [endpoint.method],
             response_model=None,
             name=endpoint.path,

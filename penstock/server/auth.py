@@ -1,4 +1,4 @@
-"""API keys: who a caller is, and what they may open.
+"""API keys: who a caller is, and on what terms.
 
 Keys are known only by their SHA-256 and compared in constant time. Without keys the server is open, which
 `server.config` allows on loopback addresses only. Knows nothing of HTTP beyond the Authorization header's text.
@@ -7,54 +7,51 @@ Keys are known only by their SHA-256 and compared in constant time. Without keys
 import hashlib
 import hmac
 import re
+import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from penstock.errors import ConfigError, NotAuthenticated
+from penstock.tenants import OPEN_TENANT, ApiKey, Caller, KeyTerms, check_name, read_terms
 
 _EXAMPLE = '[[keys]] with name = "alice" and sha256 = the output of: printf %s "$KEY" | sha256sum'
-
-# Whom requests count for where no keys are used.
-OPEN_TENANT = "open"
-
-
-class ApiKey(msgspec.Struct, frozen=True):
-    """One key. Its name is the tenant that its requests count for."""
-
-    name: str
-    sha256: str
-    admin: bool = False
-
-
-class Caller(msgspec.Struct, frozen=True):
-    tenant: str
-    admin: bool
+# By so much of their digest keys are looked up; who guesses digests learns nothing of a key from the time it takes.
+_PREFIX_BYTES = 8
 
 
 class KeyRing:
-    """The keys of this server; an empty ring means that anyone may call."""
+    """The keys of this server, as they are at the moment; a ring without keys that needs none is open to anyone."""
 
-    def __init__(self, keys: tuple[ApiKey, ...]) -> None:
-        self._keys = tuple((bytes.fromhex(key.sha256), Caller(key.name, key.admin)) for key in keys)
+    def __init__(
+        self, keys: tuple[ApiKey, ...], *, needs_keys: bool = False, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._clock = clock
+        self._known: dict[bytes, list[tuple[bytes, ApiKey, Caller]]] = {}
+        self.is_open = False
+        self.replace(keys, needs_keys=needs_keys)
 
-    @property
-    def is_open(self) -> bool:
-        return not self._keys
+    def replace(self, keys: tuple[ApiKey, ...], *, needs_keys: bool) -> None:
+        """Take these keys for the ones before."""
+        known: dict[bytes, list[tuple[bytes, ApiKey, Caller]]] = {}
+        for key in keys:
+            digest = bytes.fromhex(key.sha256)
+            known.setdefault(digest[:_PREFIX_BYTES], []).append((digest, key, Caller(key.name, key.terms)))
+        self._known = known
+        self.is_open = not keys and not needs_keys
 
     def identify(self, authorization: str | None) -> Caller:
         """Return who sent this Authorization header. Raises NotAuthenticated."""
         if self.is_open:
-            return Caller(OPEN_TENANT, admin=True)
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
+            return Caller(OPEN_TENANT, KeyTerms(admin=True))
+        scheme, _, secret = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not secret.strip():
             raise NotAuthenticated("an API key is needed: send the header 'Authorization: Bearer KEY'")
-        digest = hashlib.sha256(key.strip().encode()).digest()
+        digest = hashlib.sha256(secret.strip().encode()).digest()
         found: Caller | None = None
-        for known, caller in self._keys:  # all of them, whichever matches: the time taken tells nothing
-            if hmac.compare_digest(known, digest):
+        for known, key, caller in self._known.get(digest[:_PREFIX_BYTES], ()):
+            if hmac.compare_digest(known, digest) and (key.expires_at is None or self._clock() < key.expires_at):
                 found = caller
         if found is None:
             raise NotAuthenticated("this API key is not known here")
@@ -80,13 +77,16 @@ def load_keys(path: str) -> tuple[ApiKey, ...]:
 
 
 def _read_key(path: str, number: int, entry: Any) -> ApiKey:
-    if not isinstance(entry, dict) or not set(entry) <= {"name", "sha256", "admin"}:
-        raise ConfigError("--keys", path, f"entry {number} may hold name, sha256 and admin only")
-    name, digest, admin = entry.get("name"), entry.get("sha256"), entry.get("admin", False)
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
-        raise ConfigError("--keys", path, f"entry {number} needs a name of up to 64 letters, digits, '.', '_' or '-'")
+    if not isinstance(entry, dict):
+        raise ConfigError("--keys", path, f"entry {number} must be a table: {_EXAMPLE}")
+    terms = dict(entry)
+    name, digest = terms.pop("name", None), terms.pop("sha256", None)
+    wrong = check_name(name)
+    if wrong is not None:
+        raise ConfigError("--keys", path, f"entry {number} {wrong}")
     if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
         raise ConfigError("--keys", path, f"entry {number} ({name}) needs sha256, 64 hexadecimal digits: {_EXAMPLE}")
-    if not isinstance(admin, bool):
-        raise ConfigError("--keys", path, f"entry {number} ({name}): admin must be true or false")
-    return ApiKey(name, digest.lower(), admin)
+    try:
+        return ApiKey(str(name), digest.lower(), read_terms(terms))
+    except ValueError as error:
+        raise ConfigError("--keys", path, f"entry {number} ({name}): {error}") from None

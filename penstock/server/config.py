@@ -1,7 +1,7 @@
 """The server's own configuration: resolved once from the options, frozen, explained.
 
-Also reads what the options name, so that a wrong file is an error at start-up: the keys and the chat template. Knows
-nothing of the engine.
+Also reads what the options name, so that a wrong file is an error at start-up: the keys, the chat template and the
+shared prefixes. The store is opened later, by `server.store_opening`. Knows nothing of the engine.
 """
 
 import ipaddress
@@ -12,8 +12,11 @@ from pathlib import Path
 
 from penstock.config import Options, Setting, Sourced
 from penstock.errors import ConfigError
-from penstock.server.auth import ApiKey, load_keys
+from penstock.server.auth import load_keys
+from penstock.server.shared_prefixes import DeclaredPrefix, load_prefixes
+from penstock.store.location import NO_STORE, default_location, shown
 from penstock.telemetry import LogFormat
+from penstock.tenants import ApiKey
 
 _CORES_PER_WORKER = 8
 _MAX_AUTO_WORKERS = 8
@@ -26,7 +29,13 @@ class ServerConfig:
     port: int
     workers: int
     served_name: str
-    keys: tuple[ApiKey, ...]  # empty: open to anyone who can connect
+    keys: tuple[ApiKey, ...]  # as they were at the start; those of the store come with `prepare_store`
+    keys_file: str | None = None  # where they come from; None: from the store
+    needs_keys: bool = False  # else, without keys, open to anyone who can connect
+    store: str | None = None  # a path or URL; None: no usage is kept, and no key has limits
+    store_is_default: bool = False
+    admin: str | None = None  # ADDRESS:PORT or unix:PATH; None: a socket in the run folder
+    shared_prefixes: tuple[DeclaredPrefix, ...] = ()
     chat_template: str | None  # the template's text, where it replaces the model's
     max_body_bytes: int
     drain_seconds: float
@@ -36,10 +45,12 @@ class ServerConfig:
 def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
     """Return the configuration and why each value is what it is. Raises ConfigError."""
     options = sourced.options
+    store = None if options.store == NO_STORE else options.store or default_location()
     keys = load_keys(options.keys) if options.keys is not None else ()
-    if not keys and not _is_loopback(options.host):
-        right = "beyond loopback API keys are needed: give --keys FILE, or --host 127.0.0.1"
-        raise ConfigError("--host", options.host, right)
+    _check_host(options.host, store, has_keys_file=bool(keys))
+    if store is None and any(key.terms.limits.are_metered for key in keys):
+        raise ConfigError("--store", options.store, "keys with limits need a store to count in; leave --store out")
+    _check_admin(options.admin_listen)
     workers, why_workers = _workers(sourced)
     log_format, why_log_format = _log_format(sourced)
     served_name, why_served_name = _served_name(sourced)
@@ -49,6 +60,12 @@ def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
         workers=workers,
         served_name=served_name,
         keys=keys,
+        keys_file=options.keys,
+        needs_keys=bool(keys) or not _is_loopback(options.host),
+        store=store,
+        store_is_default=options.store is None,
+        admin=options.admin_listen,
+        shared_prefixes=load_prefixes(options.shared_prefixes) if options.shared_prefixes is not None else (),
         chat_template=_read_template(options.chat_template) if options.chat_template is not None else None,
         max_body_bytes=options.max_body_bytes,
         drain_seconds=options.drain_seconds,
@@ -60,12 +77,49 @@ def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
         Setting("host", options.host, sourced.why("host")),
         Setting("port", str(options.port), sourced.why("port")),
         Setting("workers", str(workers), why_workers),
-        Setting("keys", f"{options.keys} ({len(keys)} keys)" if keys else "none: open", sourced.why("keys")),
+        Setting("keys", _describe_keys(options, keys, store), sourced.why("keys")),
+        Setting("store", NO_STORE if store is None else shown(store), sourced.why("store")),
+        Setting("admin_listen", options.admin_listen or "a socket in the run folder", sourced.why("admin_listen")),
+        Setting("shared_prefixes", options.shared_prefixes or "none", sourced.why("shared_prefixes")),
         Setting("max_body_bytes", str(options.max_body_bytes), sourced.why("max_body_bytes")),
         Setting("drain_seconds", f"{options.drain_seconds:g}", sourced.why("drain_seconds")),
         Setting("log_format", log_format, why_log_format),
     ]
     return config, settings
+
+
+def admin_address(text: str) -> tuple[str, int] | Path:
+    """Return what `--admin-listen` names: an address and a port, or a Unix socket's path. Raises ConfigError."""
+    if text.startswith("unix:"):
+        return Path(text.removeprefix("unix:")).expanduser().absolute()
+    host, _, port = text.rpartition(":")
+    host = host.strip("[]")
+    if not port.isdigit() or int(port) > 65535 or not _is_loopback(host):
+        raise ConfigError("--admin-listen", text, "give unix:PATH, or a loopback address such as 127.0.0.1:8001")
+    return host, int(port)
+
+
+def _check_admin(text: str | None) -> None:
+    if text is not None:
+        admin_address(text)
+
+
+def _check_host(host: str, store: str | None, *, has_keys_file: bool) -> None:
+    """Raise unless the address is loopback's or callers will need keys."""
+    if _is_loopback(host) or has_keys_file:
+        return
+    # Only here must the store be asked before the port is bound; its database takes long to load.
+    from penstock.server.store_opening import had_keys
+
+    if store is None or not had_keys(store):
+        right = "beyond loopback API keys are needed: penstock keys create NAME, --keys FILE, or --host 127.0.0.1"
+        raise ConfigError("--host", host, right)
+
+
+def _describe_keys(options: Options, keys: tuple[ApiKey, ...], store: str | None) -> str:
+    if options.keys is not None:
+        return f"{options.keys} ({len(keys)} keys)"
+    return "none: open" if store is None else "those in the store; without any: open"
 
 
 def _is_loopback(host: str) -> bool:

@@ -5,16 +5,21 @@ Built once by the worker; nothing here is global. Knows nothing of any single re
 
 from dataclasses import dataclass
 
+import msgspec
+
 from penstock.engine.client import EngineClient
 from penstock.engine.messages import EngineInfo
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import EngineUnavailable, UnknownModel
-from penstock.server.auth import KeyRing
 from penstock.server.chat_template import ChatTemplate
 from penstock.server.config import ServerConfig
 from penstock.server.metrics import ServerMetrics
 from penstock.server.open_answers import OpenAnswers
 from penstock.server.readiness import Readiness
+from penstock.server.shared_prefixes import SharedPrefixes
+from penstock.server.tenancy import Tenancy
+from penstock.store.database import Database
+from penstock.tenants import Caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,8 @@ class ServerContext:
     engine: EngineClient
     tokenizer: Tokenizer
     template: ChatTemplate | None  # None: the model has none and the operator gave none
-    keys: KeyRing
+    tenancy: Tenancy
+    shared_prefixes: SharedPrefixes
     metrics: ServerMetrics
     answers: OpenAnswers
     readiness: Readiness
@@ -33,29 +39,48 @@ class ServerContext:
     def served_names(self) -> list[str]:
         return [self.config.served_name]
 
-    def check_model(self, name: str) -> None:
-        if name not in self.served_names:
-            raise UnknownModel(name, self.served_names)
+    def models_for(self, caller: Caller) -> list[str]:
+        """Return the served models that a caller may use."""
+        return [name for name in self.served_names if caller.may_use(name)]
 
-    def engine_info(self) -> EngineInfo:
-        """Return what the engine said of itself. Raises EngineUnavailable before it first was ready."""
-        if self.engine.info is None:
+    def check_model(self, name: str, caller: Caller) -> None:
+        if name not in self.models_for(caller):
+            raise UnknownModel(name, self.models_for(caller))
+
+    def engine_info(self, caller: Caller) -> EngineInfo:
+        """Return what the engine said of itself, with the caller's longest context where that is shorter.
+
+        Raises EngineUnavailable before the engine first was ready.
+        """
+        info, own = self.engine.info, caller.terms.limits.longest_context
+        if info is None:
             raise EngineUnavailable("the engine is starting; try again in a few seconds")
-        return self.engine.info
+        if own is None or own >= info.max_context_tokens:
+            return info
+        return msgspec.structs.replace(info, max_context_tokens=own)
 
 
 def build_context(
-    config: ServerConfig, engine: EngineClient, tokenizer: Tokenizer, template: ChatTemplate | None, created: int
+    config: ServerConfig,
+    engine: EngineClient,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    created: int,
+    *,
+    database: Database | None = None,
+    shared_prefixes: SharedPrefixes | None = None,
 ) -> ServerContext:
     """Return a context with its own keys, metrics and books."""
     answers = OpenAnswers()
+    metrics = ServerMetrics(engine)
     return ServerContext(
         config=config,
         engine=engine,
         tokenizer=tokenizer,
         template=template,
-        keys=KeyRing(config.keys),
-        metrics=ServerMetrics(engine),
+        tenancy=Tenancy(config, metrics, database),
+        shared_prefixes=shared_prefixes if shared_prefixes is not None else SharedPrefixes([]),
+        metrics=metrics,
         answers=answers,
         readiness=Readiness(engine, answers),
         created=created,

@@ -18,10 +18,12 @@ from penstock.errors import NotPermitted
 from penstock.protocol.wire import WireModel
 from penstock.server.auth import KeyRing
 from penstock.telemetry import RequestRecord
+from penstock.tenants import Caller
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 _RECORD = "penstock.record"
+_CALLER = "penstock.caller"
 
 
 class Access(enum.StrEnum):
@@ -59,8 +61,9 @@ class GuardedHandler:
         if self.endpoint.access is not Access.PUBLIC:
             caller = self._keys.identify(request.headers.get("authorization"))
             record.tenant = caller.tenant
-            if self.endpoint.access is Access.ADMIN and not caller.admin:
+            if self.endpoint.access is Access.ADMIN and not caller.terms.admin:
                 raise NotPermitted("this route needs an API key with admin = true")
+            request.scope[_CALLER] = caller
         return await self.endpoint.handler(request)
 
 
@@ -83,3 +86,10 @@ def record_of(request: Request) -> RequestRecord:
     record = request.scope[_RECORD]
     assert isinstance(record, RequestRecord)
     return record
+
+
+def caller_of(request: Request) -> Caller:
+    """Return who calls. Only for routes that are not public."""
+    caller = request.scope[_CALLER]
+    assert isinstance(caller, Caller)
+    return caller

@@ -1,19 +1,23 @@
-"""Starts the engine requests of one API call.
+"""Starts the engine requests of one API call, within its caller's limits.
 
 Knows nothing of the API that the call came through.
 """
 
 import msgspec
 
+from penstock.errors import PenstockError
 from penstock.request import SamplingParams
 from penstock.server.answer import Answer, Choice, Prompt
 from penstock.server.context import ServerContext
 from penstock.server.text_assembly import TextAssembler
+from penstock.store.quotas import Need
 from penstock.telemetry import RequestRecord
+from penstock.tenants import Caller
 
 
-def begin_answer(
+async def begin_answer(
     context: ServerContext,
+    caller: Caller,
     record: RequestRecord,
     prompts: list[Prompt],
     params: SamplingParams,
@@ -21,28 +25,52 @@ def begin_answer(
     num_choices: int,
     only_scores_prompt: bool = False,
 ) -> Answer:
-    """Submit `num_choices` requests for each prompt and return their answer, which the caller must deliver or abort."""
+    """Submit `num_choices` requests for each prompt and return their answer, which the caller must deliver or abort.
+
+    Raises LimitReached or LimitTooSmall, and then nothing was submitted.
+    """
+    most_tokens = [_most_tokens(context, caller, prompt, params) for prompt in prompts]
+    need = Need(
+        input_tokens=sum(len(prompt.token_ids) for prompt in prompts),
+        most_output_tokens=num_choices * sum(most_tokens),
+        output_is_stated=params.max_tokens is not None,
+        num_answers=num_choices * len(prompts),
+    )
+    # The engine knows the end of its own context, but not of a caller's.
+    ends_itself = params.max_tokens is None and caller.terms.limits.longest_context is None
+    charge = await context.tenancy.meter.admit(caller, record.model, need)
     choices: list[Choice] = []
     try:
-        for prompt in prompts:
+        for prompt, most in zip(prompts, most_tokens, strict=True):
+            max_tokens = None if ends_itself else most
             for sample in range(num_choices):
                 index = len(choices)
-                own = msgspec.structs.replace(params, seed=_seed(params.seed, sample))
+                own = msgspec.structs.replace(params, seed=_seed(params.seed, sample), max_tokens=max_tokens)
                 stream = context.engine.submit(
                     prompt=prompt.token_ids,
                     params=own,
                     request_id=f"{record.completion_id}-{index}",
                     arrival=record.arrival,
-                    tenant=record.tenant,
+                    tenant=caller.tenant,
+                    num_public_tokens=context.shared_prefixes.count_tokens(prompt.token_ids),
+                    priority=caller.terms.priority or 0,
                 )
                 assembler = TextAssembler(context.tokenizer, own)
                 choices.append(Choice(index, prompt, stream, assembler, only_scores_prompt=only_scores_prompt))
-    except BaseException:
+    except BaseException as error:
         for choice in choices:
             choice.abort()
+        record.error_code = error.code if isinstance(error, PenstockError) else PenstockError.code
+        await charge.closed(record)
         raise
     record.num_choices = len(choices)
-    return Answer(prompts, choices)
+    return Answer(prompts, choices, charge)
+
+
+def _most_tokens(context: ServerContext, caller: Caller, prompt: Prompt, params: SamplingParams) -> int:
+    """Return how long one answer may become: as asked for, or to the end of the caller's context."""
+    room = context.engine_info(caller).max_context_tokens - len(prompt.token_ids)
+    return room if params.max_tokens is None else min(params.max_tokens, room)
 
 
 def _seed(seed: int | None, sample: int) -> int | None:

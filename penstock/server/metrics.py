@@ -61,9 +61,15 @@ class ServerMetrics:
         )
         self._cut = Counter(
             "penstock_http_connections_cut",
-            "Connections ended for their client's behaviour",
+            "Connections that the server ended",
             ["why"],
             registry=self._own,
+        )
+        self._limited = Counter(
+            "penstock_limited_requests", "Requests refused for a tenant's limit", ["limit"], registry=self._own
+        )
+        self._store_failures = Counter(
+            "penstock_store_failures", "Transactions that the store did not take", registry=self._own
         )
 
     def count_cut(self, why: str) -> None:
@@ -76,6 +82,12 @@ class ServerMetrics:
         self._seconds.labels(record.route).observe(record.total_seconds)
         if record.finish == "abort":
             self._gone.inc()
+
+    def count_limit_refusal(self, limit: str) -> None:
+        self._limited.labels(limit).inc()
+
+    def count_store_failure(self) -> None:
+        self._store_failures.inc()
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """Return the metrics' text in a format that the scraper accepts, and its content type."""

@@ -1,5 +1,6 @@
 """The OpenAPI document of the routes, from what each endpoint says it takes and gives."""
 
+import re
 from typing import Any
 
 import msgspec
@@ -49,9 +50,10 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     }
     if endpoint.access is not Access.PUBLIC:
         operation["security"] = [{"key": []}]
-    if "{model" in endpoint.path:
-        parameter = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-        operation["parameters"] = [parameter]
+    names = re.findall(r"{(\w+)", endpoint.path)
+    if names:
+        shape = {"in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [{"name": name, **shape} for name in names]
     if endpoint.takes is not None:
         content = {"application/json": {"schema": _reference(endpoint.takes)}}
         operation["requestBody"] = {"required": True, "content": content}

@@ -82,6 +82,7 @@ class AnswerResponse(Response):
             await self._send_error(error, send)
         finally:
             self._note_outcome()
+            self._answer.charge.close(self._record)
 
     async def _send_events(self, send: Send) -> None:
         async with aclosing(self._answer.batches()) as batches:
@@ -92,7 +93,7 @@ class AnswerResponse(Response):
                     await self._start(send, 200, _EVENT_HEADERS)
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
-        self._note_outcome()
+        await self._book_outcome()
         end = self._reply.usage_event(self._answer.usage()) + DONE
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
@@ -104,12 +105,13 @@ class AnswerResponse(Response):
                 for choice, piece in batch:
                     pieces[choice.index].append(piece)
         texts = [(choice, _merged(pieces[choice.index])) for choice in self._answer.choices]
-        self._note_outcome()
+        await self._book_outcome()
         await self._send_body(send, 200, self._reply.whole(texts, self._answer.usage()), [])
 
     async def _send_error(self, error: Exception, send: Send) -> None:
         reply = reply_for(error)
         self._record.error_code = reply.code
+        await self._book_outcome()
         if self._started:
             event_body = b"data: %b\n\n" % reply.body
             await send({"type": "http.response.body", "body": event_body, "more_body": False})
@@ -125,7 +127,13 @@ class AnswerResponse(Response):
 
     async def _start(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._started = True
-        await send({"type": "http.response.start", "status": status, "headers": headers})
+        limits = [(name.encode(), value.encode()) for name, value in self._answer.charge.headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": headers + limits})
+
+    async def _book_outcome(self) -> None:
+        """Write what the call cost before its last byte leaves: what was answered is never lost."""
+        self._note_outcome()
+        await self._answer.charge.closed(self._record)
 
     def _note_first_token(self) -> None:
         if self._record.ttft_seconds is None:

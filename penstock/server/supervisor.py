@@ -22,9 +22,10 @@ from penstock.config import Sourced
 from penstock.engine.client import EngineClient
 from penstock.engine.setup import EngineSetup, Progress, Refused, decode_notice
 from penstock.engine.timeline import Timeline
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
 from penstock.models.store import ModelFiles
 from penstock.server.config import ServerConfig
+from penstock.server.listeners import joined, listen, listen_for_admin, remove_socket
 from penstock.server.worker_setup import WorkerSetup
 from penstock.telemetry import log_event
 
@@ -67,7 +68,8 @@ class Supervisor:
         self._on_progress = on_progress
         self._engine_module = engine_module
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))  # mode 0700: only we may connect
-        self._listener = _listen(config.host, config.port)
+        self._listener = listen(config.host, config.port)
+        self._admin = listen_for_admin(config.admin, self._folder)
         self._stopping = asyncio.Event()
         self._draining = asyncio.Event()
         self._engine: asyncio.subprocess.Process | None = None
@@ -80,7 +82,13 @@ class Supervisor:
         """Where a client on this machine finds the server."""
         host, port = self._listener.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return f"http://{joined(host, port)}"
+
+    @property
+    def admin_url(self) -> str:
+        """Where an operator on this machine finds the admin routes."""
+        name = self._admin.getsockname()
+        return f"unix:{name}" if self._admin.family == socket.AF_UNIX else f"http://{joined(*name[:2])}"
 
     async def run(self) -> int:
         """Serve until a signal or a hopeless failure. Returns the exit status."""
@@ -89,12 +97,13 @@ class Supervisor:
             loop.add_signal_handler(name, self._on_signal)
         watchers = [asyncio.create_task(self._keep_engine())]
         self._client = await EngineClient.connect(self._socket_path, b"supervisor")
-        watchers += [asyncio.create_task(self._keep_worker(index)) for index in range(self.config.workers)]
-        starting = asyncio.create_task(self._announce())
         try:
-            await self._until_stopped([*watchers, starting])
+            self.config = await asyncio.to_thread(_prepare_store, self.config)
+            watchers += [asyncio.create_task(self._keep_worker(index)) for index in range(self.config.workers)]
+            watchers.append(asyncio.create_task(self._announce()))
+            await self._until_stopped(watchers)
         finally:
-            await self._end([*watchers, starting])
+            await self._end(watchers)
         return 0
 
     @property
@@ -119,6 +128,7 @@ class Supervisor:
             log_event(log, "draining: open requests may finish", seconds=self.config.drain_seconds)
             # Whoever connects now must be refused at once, not left to wait for nobody.
             self._listener.close()
+            self._admin.close()
             self._draining.set()
         else:
             self._stopping.set()
@@ -186,7 +196,8 @@ class Supervisor:
         while not self._draining.is_set():
             identity = f"worker-{index}-{generation}".encode()
             started = time.monotonic()
-            worker = await self._spawn_worker(identity)
+            # One worker serves the admin socket.
+            worker = await self._spawn_worker(identity, admin=index == 0)
             self._workers[index] = worker
             status = await worker.wait()
             if self._client is not None:
@@ -200,7 +211,8 @@ class Supervisor:
             generation += 1
             await asyncio.sleep(_RESTART_SECONDS[min(failed_quickly, len(_RESTART_SECONDS) - 1)])
 
-    async def _spawn_worker(self, identity: bytes) -> asyncio.subprocess.Process:
+    async def _spawn_worker(self, identity: bytes, *, admin: bool) -> asyncio.subprocess.Process:
+        inherited = (self._listener.fileno(), *([self._admin.fileno()] if admin else []))
         setup = WorkerSetup(
             config=self.config,
             files=self._files,
@@ -208,13 +220,14 @@ class Supervisor:
             identity=identity.decode(),
             parent_pid=os.getpid(),
             listen_fd=self._listener.fileno(),
+            admin_fd=self._admin.fileno() if admin else None,
         )
         worker = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "penstock.server.worker",
             stdin=asyncio.subprocess.PIPE,
-            pass_fds=(self._listener.fileno(),),
+            pass_fds=inherited,
             env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self._metrics_folder())},
         )
         await _feed(worker, encode_setup(setup))
@@ -256,6 +269,8 @@ class Supervisor:
         if self._client is not None:
             await self._client.close()
         self._listener.close()
+        self._admin.close()
+        remove_socket(self.config.admin)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _ended(self, processes: list[asyncio.subprocess.Process], limit: float) -> None:
@@ -275,22 +290,11 @@ class Supervisor:
             _signal(process, signal.SIGKILL)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Bind before anything costly starts: a taken port is told at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        if isinstance(error, socket.gaierror):
-            raise ConfigError("--host", host, "give an address of this machine") from error
-        right = f"it cannot be listened on at {host} ({os.strerror(error.errno or 0)}); give another --port"
-        raise ConfigError("--port", port, right) from error
-    listener.listen(2048)
-    listener.setblocking(False)
-    return listener
+def _prepare_store(config: ServerConfig) -> ServerConfig:
+    # Imported while the engine loads: on the way there it would delay everything.
+    from penstock.server.store_opening import prepare_store
+
+    return prepare_store(config)
 
 
 async def _feed(process: asyncio.subprocess.Process, document: bytes) -> None:

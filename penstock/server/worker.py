@@ -13,22 +13,25 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 
 from penstock.child_setup import decode_setup
 from penstock.engine.client import EngineClient
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import EngineUnavailable, TemplateFailed
-from penstock.server.app import create_app
+from penstock.server.app import create_admin_app, create_app
 from penstock.server.chat_template import ChatTemplate
 from penstock.server.connection import ConnectionLimits, connection_class, raise_file_limit
 from penstock.server.context import ServerContext, build_context
+from penstock.server.shared_prefixes import DeclaredPrefix, SharedPrefixes, tokenize_prefixes
 from penstock.server.worker_setup import WorkerSetup
+from penstock.store.database import Database
 from penstock.telemetry import configure_logging, log_event
 
 _PARENT_SECONDS = 0.5
@@ -54,20 +57,27 @@ class Worker:
     def __init__(self, setup: WorkerSetup, context: ServerContext) -> None:
         self._context = context
         self._parent = setup.parent_pid
-        self._socket = socket.socket(fileno=setup.listen_fd)
         self._drain_seconds = setup.config.drain_seconds
         limits = ConnectionLimits()
-        limits = replace(limits, max_connections=raise_file_limit(limits))
-        self._server = HttpServer(
+        self._limits = replace(limits, max_connections=raise_file_limit(limits))
+        self._servers = [(self._serve(create_app(context)), socket.socket(fileno=setup.listen_fd))]
+        if setup.admin_fd is not None:
+            admin = socket.socket(fileno=setup.admin_fd)
+            # Who can open a Unix socket in a private folder owns the server; a port anybody here can open.
+            app = create_admin_app(context, needs_key=admin.family != socket.AF_UNIX)
+            self._servers.append((self._serve(app), admin))
+
+    def _serve(self, app: FastAPI) -> HttpServer:
+        return HttpServer(
             uvicorn.Config(
-                create_app(context),
-                http=connection_class(limits, context.metrics),
+                app,
+                http=connection_class(self._limits, self._context.metrics),
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=int(limits.idle_seconds),
+                timeout_keep_alive=int(self._limits.idle_seconds),
                 timeout_graceful_shutdown=int(self._drain_seconds) + _LAST_WORDS_SECONDS,
             )
         )
@@ -77,14 +87,15 @@ class Worker:
         loop.set_default_executor(ThreadPoolExecutor(_TEXT_THREADS, "penstock-text"))
         loop.add_signal_handler(signal.SIGTERM, self._on_signal)
         self._watch_parent()
-        await self._server.serve(sockets=[self._socket])
+        await asyncio.gather(*[server.serve(sockets=[listener]) for server, listener in self._servers])
 
     def _on_signal(self) -> None:
         if self._context.answers.draining:
             self._stop_now()
             return
         self._context.answers.draining = True
-        self._server.should_exit = True
+        for server, _ in self._servers:
+            server.should_exit = True
         asyncio.get_running_loop().call_later(self._drain_seconds, self._end_drain)
         log_event(log, "draining", open_requests=len(self._context.answers))
 
@@ -92,8 +103,9 @@ class Worker:
         self._context.answers.end_all(EngineUnavailable("the server is shutting down; try again in a moment"))
 
     def _stop_now(self) -> None:
-        self._server.should_exit = True
-        self._server.force_exit = True
+        for server, _ in self._servers:
+            server.should_exit = True
+            server.force_exit = True
 
     def _watch_parent(self) -> None:
         """Look now and then whether anybody is left to serve for."""
@@ -107,15 +119,38 @@ async def serve(setup: WorkerSetup) -> None:
     """Run one API worker to its end."""
     engine = await EngineClient.connect(setup.engine_socket, setup.identity.encode())
     template: ChatTemplate | None = None
+    context: ServerContext | None = None
     try:
         tokenizer = Tokenizer.load(setup.files)
         template = await _start_template(setup.config.chat_template or tokenizer.chat_template, tokenizer)
-        context = build_context(setup.config, engine, tokenizer, template, created=int(time.time()))
+        context = build_context(
+            setup.config,
+            engine,
+            tokenizer,
+            template,
+            created=int(time.time()),
+            database=Database.open(setup.config.store) if setup.config.store is not None else None,
+            shared_prefixes=await _share_prefixes(setup.config.shared_prefixes, tokenizer, template),
+        )
+        context.tenancy.start()
         await Worker(setup, context).run()
     finally:
+        if context is not None:
+            await context.tenancy.close()
         if template is not None:
             await template.close()
         await engine.close()
+
+
+async def _share_prefixes(
+    declared: Sequence[DeclaredPrefix], tokenizer: Tokenizer, template: ChatTemplate | None
+) -> SharedPrefixes:
+    try:
+        return await tokenize_prefixes(declared, tokenizer, template)
+    except TemplateFailed as error:
+        # Nothing is wrong but slower; what is shared must never depend on a template that failed.
+        log_event(log, f"no prefix is shared: {error}", level=logging.ERROR)
+        return SharedPrefixes([])
 
 
 async def _start_template(text: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -132,7 +167,9 @@ async def _start_template(text: str | None, tokenizer: Tokenizer) -> ChatTemplat
 
 def main() -> int:
     setup = decode_setup(sys.stdin.buffer.read(), WorkerSetup)
-    os.set_inheritable(setup.listen_fd, False)  # or the template process would keep it open behind us
+    for inherited in (setup.listen_fd, setup.admin_fd):
+        if inherited is not None:
+            os.set_inheritable(inherited, False)  # or the template process would keep it open behind us
     configure_logging(setup.config.log_format, process=setup.identity)
     # An interrupt from the terminal reaches every process: what it means is the supervisor's to say.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

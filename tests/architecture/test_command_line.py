@@ -10,9 +10,9 @@ from penstock.config import Options, flag
 
 COMMANDS = ["serve", "pull", "models", "chat", "generate", "explain", "doctor", "version"]
 # Commands for those who develop or operate; like the groups, their flags are their own.
-TOOLS = ["simulate"]
+TOOLS = ["simulate", "plan-memory", "usage"]
 # Groups of commands for those who develop or operate; their flags are their own.
-GROUPS = {"bench": ["serve", "offline", "profile", "compare"]}
+GROUPS = {"bench": ["serve", "offline", "profile", "compare"], "keys": ["create", "list", "revoke", "rotate"]}
 
 OPTIONS = [
     "model",
@@ -43,6 +43,9 @@ OPTIONS = [
     "port",
     "workers",
     "keys",
+    "store",
+    "admin_listen",
+    "shared_prefixes",
     "max_body_bytes",
     "drain_seconds",
     "log_format",
@@ -55,7 +58,9 @@ OWN_FLAGS = {
     "chat": ["--url", "--api-key", "--model", "--system", "--max-tokens", "--temperature"],
     "generate": ["--max-tokens", "--temperature"],
     "explain": ["--json"],
+    "plan-memory": ["--json"],
     "doctor": ["--json"],
+    "usage": ["--tenant", "--since", "--json"],
     "version": [],
     "serve": [],
     "simulate": [
@@ -116,6 +121,26 @@ BENCH_FLAGS = {
     "profile": ["--out", "--commit"],
     "compare": [],
 }
+KEYS_FLAGS = {
+    "create": [
+        "--admin",
+        "--weight",
+        "--priority",
+        "--models",
+        "--requests-per-minute",
+        "--input-tokens-per-minute",
+        "--output-tokens-per-minute",
+        "--concurrent-requests",
+        "--tokens-per-day",
+        "--longest-context",
+        "--ttft-seconds",
+        "--time-per-token-seconds",
+        "--json",
+    ],
+    "list": ["--json"],
+    "revoke": [],
+    "rotate": ["--overlap", "--json"],
+}
 MAX_FLAGS = 40
 
 
@@ -160,3 +185,8 @@ def test_there_are_at_most_40_flags_in_all() -> None:
 def test_the_benchmarks_own_flags_are_frozen(command: str) -> None:
     table = {flag(name) for name in OPTIONS if name != "model"} | {"--config"}
     assert [item for item in flags_of("bench", command) if item not in table] == BENCH_FLAGS[command]
+
+
+@pytest.mark.parametrize("command", KEYS_FLAGS)
+def test_the_key_commands_own_flags_are_frozen(command: str) -> None:
+    assert [item for item in flags_of("keys", command) if item not in ("--store", "--config")] == KEYS_FLAGS[command]

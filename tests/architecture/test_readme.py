@@ -24,6 +24,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 RUN_AS_IS = {
     "penstock models",
     "penstock explain",
+    "penstock plan-memory",
     "penstock doctor",
     "penstock version",
     "penstock simulate --workload rate10",

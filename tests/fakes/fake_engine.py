@@ -21,6 +21,7 @@ class Submitted:
     tenant: str
     adapter: str
     priority: int
+    num_public_tokens: int = 0
 
 
 @dataclass
@@ -104,10 +105,11 @@ class FakeEngine:
         tenant: str = "",
         adapter: str = "",
         priority: int = 0,
+        num_public_tokens: int = 0,
     ) -> FakeStream:
         if not self.connected:
             raise EngineUnavailable("the engine is restarting; try again in a few seconds")
-        request = Submitted(prompt, params, request_id, arrival, tenant, adapter, priority)
+        request = Submitted(prompt, params, request_id, arrival, tenant, adapter, priority, num_public_tokens)
         self.submitted.append(request)
         return FakeStream(request, self.script(request), self.aborted.append)
 

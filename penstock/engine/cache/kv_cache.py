@@ -6,7 +6,7 @@ Joins the block pool, the hasher and the host tier. Knows tokens and blocks; not
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.block_hash import BlockHash, BlockHasher
+from penstock.block_hash import BlockHash, BlockHasher, Salt
 from penstock.engine.cache.block_pool import BlockPool
 from penstock.engine.cache.host_tier import HostTier
 from penstock.engine.scheduler.step_plan import TierCopy
@@ -16,7 +16,7 @@ from penstock.engine.scheduler.step_plan import TierCopy
 class RequestCache:
     """One request's blocks. `blocks[i]` holds tokens i*block_tokens and following."""
 
-    root: BlockHash
+    salt: Salt
     blocks: list[int] = field(default_factory=list)
     names: list[BlockHash] = field(default_factory=list)  # of the leading full blocks, as far as hashed
     num_named: int = 0  # leading blocks that were offered to the index
@@ -54,9 +54,15 @@ class KvCache:
         self._copies: list[TierCopy] = []
         self._wipes: dict[int, None] = {}  # in order
 
-    def open(self, *, tenant: str, adapter: str) -> RequestCache:
-        """Return an empty cache for a request whose blocks only its own tenant and adapter may share."""
-        return RequestCache(self.hasher.root(tenant=tenant, adapter=adapter, kv_dtype=self._kv_dtype))
+    def open(self, *, tenant: str, adapter: str, num_public_tokens: int = 0) -> RequestCache:
+        """Return an empty cache for a request whose blocks only its own tenant and adapter may share.
+
+        Whole blocks of its first `num_public_tokens` tokens are shared with every tenant.
+        """
+        salt = self.hasher.salt(
+            tenant=tenant, adapter=adapter, kv_dtype=self._kv_dtype, num_public_tokens=num_public_tokens
+        )
+        return RequestCache(salt)
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold `num_tokens` tokens."""
@@ -193,12 +199,7 @@ class KvCache:
         self._wipes.update((block, None) for block in blocks if not self.pool.is_held(block))
 
     def _hash_up_to(self, cache: RequestCache, tokens: Sequence[int], num_blocks: int) -> None:
-        size = self.block_tokens
-        names = cache.names
-        while len(names) < num_blocks:
-            start = len(names) * size
-            parent = names[-1] if names else cache.root
-            names.append(self.hasher.child(parent, tokens[start : start + size]))
+        self.hasher.extend(cache.names, cache.salt, tokens, num_blocks)
 
     def _load_from_host(self, name: BlockHash) -> int | None:
         """Bring a block back, named and held. None if the tier lost it, perhaps to make this very room."""

@@ -5,6 +5,7 @@ runs as it is the first time its size is wanted, which readies its kernels, and 
 server starts without them. Tokens of a step that are nobody's belong to the scratch row. Knows layouts and rows.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -20,6 +21,8 @@ from penstock.engine.runner.token_draw import DrawOutcome, TokenDraw
 from penstock.engine.runner.transfer import StagingRing
 from penstock.kernels.attention.interface import AttentionBackend, AttentionStep
 from penstock.models.decoder import Decoder
+
+log = logging.getLogger(__name__)
 
 Size = TypeVar("Size")
 
@@ -38,19 +41,29 @@ class _Captured(Generic[Size]):
 
     def __init__(self, graphs: DecodeGraphs) -> None:
         self._stream, self._pool = graphs.stream, graphs.pool
-        self._seen: dict[Size, tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
+        self._graphs: dict[Size, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._ready: set[Size] = set()  # ran once, so that capture finds every kernel loaded
+        self._out_of_memory = False
 
     def run(self, size: Size, body: Callable[[Size], Tensor]) -> Tensor:
         """Run a body of this size, in the way that is due. Returns what it returned, valid until the next one."""
-        if size not in self._seen:
-            self._seen[size] = None
+        if size not in self._graphs and (size not in self._ready or not self._capture(size, body)):
+            self._ready.add(size)
             return body(size)
-        entry = self._seen[size]
-        if entry is None:
-            entry = self._seen[size] = capture(lambda: body(size), self._stream, self._pool)
-        graph, output = entry
+        graph, output = self._graphs[size]
         graph.replay()
         return output
+
+    def _capture(self, size: Size, body: Callable[[Size], Tensor]) -> bool:
+        """Capture a size. False, from the first that finds no memory: the others then run as they are."""
+        if self._out_of_memory:
+            return False
+        try:
+            self._graphs[size] = capture(lambda: body(size), self._stream, self._pool)
+        except torch.cuda.OutOfMemoryError:
+            self._out_of_memory = True
+            log.warning("no memory is left to capture more steps; those of other sizes are launched one by one")
+        return not self._out_of_memory
 
 
 @dataclass(frozen=True, slots=True)

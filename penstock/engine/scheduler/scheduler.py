@@ -111,7 +111,9 @@ class Scheduler:
             stop_ids=frozenset(eos) | frozenset(params.stop_token_ids),
             seed=params.seed if params.seed is not None else random.getrandbits(63),
             arrival=submit.arrival,
-            cache=self.cache.open(tenant=submit.tenant, adapter=submit.adapter),
+            cache=self.cache.open(
+                tenant=submit.tenant, adapter=submit.adapter, num_public_tokens=submit.num_public_tokens
+            ),
             tenant=submit.tenant,
             adapter=submit.adapter,
             priority=submit.priority,

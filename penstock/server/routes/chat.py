@@ -10,7 +10,7 @@ from penstock.protocol.openai_chat import ChatChunk, ChatCompletion, ChatRequest
 from penstock.server.body import read_request
 from penstock.server.chat_reply import ChatReply
 from penstock.server.context import ServerContext
-from penstock.server.endpoint import Access, Endpoint, record_of
+from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
 from penstock.server.generation import begin_answer
 from penstock.server.prompt import chat_prompt, check_answer_fits, check_prompt
 from penstock.server.streaming import AnswerResponse
@@ -18,16 +18,16 @@ from penstock.server.streaming import AnswerResponse
 
 def endpoints(context: ServerContext) -> list[Endpoint]:
     async def create(request: Request) -> Response:
-        record = record_of(request)
+        record, caller = record_of(request), caller_of(request)
         chat = await read_request(request, ChatRequest, context.config.max_body_bytes)
-        context.check_model(chat.model)
+        context.check_model(chat.model, caller)
         record.model, record.stream, record.completion_id = (
             chat.model,
             chat.wants_stream,
             f"chatcmpl-{uuid.uuid4().hex}",
         )
         chat.check_stream_options()
-        info = context.engine_info()
+        info = context.engine_info(caller)
         max_tokens, num_logprobs = chat.answer_limit(), chat.num_logprobs()
         params = chat.sampling_params(max_tokens=max_tokens, logprobs=num_logprobs)
         params.validate(info.vocab_size)
@@ -43,7 +43,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
             with_logprobs=num_logprobs is not None,
             with_usage=chat.wants_usage_chunk,
         )
-        answer = begin_answer(context, record, [prompt], params, num_choices=chat.num_choices)
+        answer = await begin_answer(context, caller, record, [prompt], params, num_choices=chat.num_choices)
         return AnswerResponse(answer, reply, stream=chat.wants_stream, record=record, answers=context.answers)
 
     return [

@@ -13,7 +13,7 @@ from penstock.server.answer import Prompt
 from penstock.server.body import read_request
 from penstock.server.completion_reply import CompletionReply
 from penstock.server.context import ServerContext
-from penstock.server.endpoint import Access, Endpoint, record_of
+from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
 from penstock.server.generation import begin_answer
 from penstock.server.prompt import check_answer_fits, check_prompt, text_prompt
 from penstock.server.streaming import AnswerResponse
@@ -21,9 +21,9 @@ from penstock.server.streaming import AnswerResponse
 
 def endpoints(context: ServerContext) -> list[Endpoint]:
     async def create(request: Request) -> Response:
-        record = record_of(request)
+        record, caller = record_of(request), caller_of(request)
         wanted = await read_request(request, CompletionRequest, context.config.max_body_bytes)
-        context.check_model(wanted.model)
+        context.check_model(wanted.model, caller)
         record.model, record.stream, record.completion_id = (
             wanted.model,
             wanted.wants_stream,
@@ -31,7 +31,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
         )
         wanted.check_stream_options()
         wanted.check_combinations()
-        info = context.engine_info()
+        info = context.engine_info(caller)
         params = _params(wanted)
         params.validate(info.vocab_size)
         prompts = [await _prompt(context, prompt, info) for prompt in wanted.prompt]
@@ -47,8 +47,9 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
             with_usage=wanted.wants_usage_chunk,
             echo=bool(wanted.echo),
         )
-        answer = begin_answer(
+        answer = await begin_answer(
             context,
+            caller,
             record,
             prompts,
             params,

@@ -5,7 +5,7 @@ from starlette.responses import Response
 
 from penstock.protocol.models import Model, ModelList
 from penstock.server.context import ServerContext
-from penstock.server.endpoint import Access, Endpoint
+from penstock.server.endpoint import Access, Endpoint, caller_of
 from penstock.server.json_response import json_response
 
 
@@ -16,11 +16,11 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
         return Model(id=name, created=context.created, max_context_tokens=limit)
 
     async def list_models(request: Request) -> Response:
-        return json_response(ModelList(data=[describe(name) for name in context.served_names]))
+        return json_response(ModelList(data=[describe(name) for name in context.models_for(caller_of(request))]))
 
     async def retrieve(request: Request) -> Response:
         name = request.path_params["model"]
-        context.check_model(name)
+        context.check_model(name, caller_of(request))
         return json_response(describe(name))
 
     return [

@@ -9,7 +9,7 @@ from penstock.protocol.tokenize import DetokenizeRequest, DetokenizeResponse, To
 from penstock.server.answer import Prompt
 from penstock.server.body import read_request
 from penstock.server.context import ServerContext
-from penstock.server.endpoint import Access, Endpoint, record_of
+from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
 from penstock.server.json_response import json_response
 from penstock.server.prompt import chat_prompt, text_prompt
 
@@ -17,14 +17,14 @@ from penstock.server.prompt import chat_prompt, text_prompt
 def endpoints(context: ServerContext) -> list[Endpoint]:
     def check_model(request: Request, model: str | None) -> None:
         if model is not None:
-            context.check_model(model)
+            context.check_model(model, caller_of(request))
             record_of(request).model = model
 
     async def tokenize(request: Request) -> Response:
         wanted = await read_request(request, TokenizeRequest, context.config.max_body_bytes)
         check_model(request, wanted.model)
         wanted.check_combinations()
-        info = context.engine_info()
+        info = context.engine_info(caller_of(request))
         token_ids = (await _prompt(context, wanted, info)).token_ids
         texts = [context.tokenizer.token_text(token_id) for token_id in token_ids] if wanted.return_token_strs else None
         return json_response(TokenizeResponse(len(token_ids), info.max_context_tokens, token_ids, texts))
@@ -32,7 +32,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
     async def detokenize(request: Request) -> Response:
         wanted = await read_request(request, DetokenizeRequest, context.config.max_body_bytes)
         check_model(request, wanted.model)
-        limit = context.engine_info().max_context_tokens
+        limit = context.engine_info(caller_of(request)).max_context_tokens
         if len(wanted.tokens) > limit:
             raise InvalidParameter(
                 "tokens", f"{len(wanted.tokens)} tokens", f"give at most {limit}, the longest context"

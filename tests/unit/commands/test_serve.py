@@ -19,6 +19,7 @@ class ReadyServer:
 
     timeline: Timeline
     url: str = "http://127.0.0.1:8000"
+    admin_url: str = "unix:/run/penstock-x/admin.sock"
 
 
 @pytest.fixture
@@ -45,6 +46,10 @@ def test_the_timeline_sums_to_the_total(server: ReadyServer) -> None:
 def test_it_says_where_to_look(server: ReadyServer) -> None:
     (look,) = (line for line in lines(server, has_keys=False) if line.startswith("Look:"))
     assert look.split() == ["Look:", "http://127.0.0.1:8000/", "http://127.0.0.1:8000/docs"]
+
+
+def test_it_says_where_the_admin_routes_are(server: ReadyServer) -> None:
+    assert "Admin: unix:/run/penstock-x/admin.sock" in lines(server, has_keys=False)
 
 
 def test_the_command_to_try_stays_on_one_line_however_narrow_the_terminal(server: ReadyServer) -> None:

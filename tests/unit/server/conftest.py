@@ -15,6 +15,8 @@ from penstock.server.app import create_app
 from penstock.server.config import ServerConfig
 from penstock.server.connection import ConnectionLimits, connection_class
 from penstock.server.context import ServerContext, build_context
+from penstock.server.shared_prefixes import tokenize_prefixes
+from penstock.store.database import Database
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.in_process_template import InProcessTemplate
 from tests.fakes.tiny_tokenizer import make_tokenizer
@@ -47,9 +49,10 @@ class Service:
     tokenizer: Tokenizer
     client: httpx.AsyncClient  # in-process
 
-    async def post(self, path: str, **fields: object) -> httpx.Response:
+    async def post(self, path: str, *, key: str | None = None, **fields: object) -> httpx.Response:
         body = {"model": MODEL, **fields}
-        return await self.client.post(path, json=body)
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        return await self.client.post(path, json=body, headers=headers)
 
     async def chat(self, content: str = "hi", **fields: object) -> httpx.Response:
         return await self.post("/v1/chat/completions", messages=[{"role": "user", "content": content}], **fields)
@@ -63,10 +66,21 @@ async def running_service(**changes: object) -> AsyncIterator[Service]:
     tokenizer = make_tokenizer()
     engine = FakeEngine(tokenizer)
     template = InProcessTemplate(tokenizer.chat_template)
-    context = build_context(make_config(**changes), engine, tokenizer, template, created=1_700_000_000)
+    config = make_config(**changes)
+    context = build_context(
+        config,
+        engine,
+        tokenizer,
+        template,
+        created=1_700_000_000,
+        database=Database.open(config.store) if config.store is not None else None,
+        shared_prefixes=await tokenize_prefixes(config.shared_prefixes, tokenizer, template),
+    )
+    context.tenancy.start()
     transport = httpx.ASGITransport(create_app(context), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://penstock") as client:
         yield Service(context, engine, tokenizer, client)
+    await context.tenancy.close()
 
 
 @pytest.fixture

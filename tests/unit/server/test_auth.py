@@ -5,9 +5,11 @@ import hashlib
 import pytest
 from fastapi import FastAPI
 
-from penstock.errors import ConfigError
-from penstock.server.auth import ApiKey, load_keys
+from penstock.errors import ConfigError, NotAuthenticated
+from penstock.request import Targets
+from penstock.server.auth import KeyRing, load_keys
 from penstock.server.endpoint import check_access
+from penstock.tenants import ApiKey, KeyTerms, Limits
 from tests.unit.server.conftest import running_service
 
 CLIENT_KEY, ADMIN_KEY = "sk-client", "sk-admin"
@@ -23,7 +25,7 @@ def bearer(key: str) -> dict[str, str]:
 
 @pytest.fixture
 async def guarded():
-    keys = (ApiKey("alice", digest(CLIENT_KEY)), ApiKey("root", digest(ADMIN_KEY), admin=True))
+    keys = (ApiKey("alice", digest(CLIENT_KEY)), ApiKey("root", digest(ADMIN_KEY), KeyTerms(admin=True)))
     async with running_service(keys=keys) as service:
         yield service
 
@@ -87,7 +89,10 @@ def write(tmp_path, text):
 def test_keys_are_read_from_a_file(tmp_path):
     alice = f'[[keys]]\nname = "alice"\nsha256 = "{digest("a").upper()}"\n'
     text = alice + f'[[keys]]\nname = "b"\nsha256 = "{digest("b")}"\nadmin = true\n'
-    assert load_keys(write(tmp_path, text)) == (ApiKey("alice", digest("a")), ApiKey("b", digest("b"), admin=True))
+    assert load_keys(write(tmp_path, text)) == (
+        ApiKey("alice", digest("a")),
+        ApiKey("b", digest("b"), KeyTerms(admin=True)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +104,7 @@ def test_keys_are_read_from_a_file(tmp_path):
         ('[[keys]]\nname = "a"', "sha256"),
         ('[[keys]]\nname = "a"\nsha256 = "sk-plain"', "64 hexadecimal"),
         (f'[[keys]]\nname = "a b"\nsha256 = "{digest("a")}"', "name"),
-        (f'[[keys]]\nname = "a"\nsha256 = "{digest("a")}"\nkey = "x"', "only"),
+        (f'[[keys]]\nname = "a"\nsha256 = "{digest("a")}"\nkey = "x"', "unknown field `key`"),
         (f'[[keys]]\nname = "a"\nsha256 = "{digest("a")}"\nadmin = "yes"', "admin"),
         (f'[[keys]]\nname = "a"\nsha256 = "{digest("a")}"\n' * 2, "same name"),
     ],
@@ -112,3 +117,87 @@ def test_a_wrong_keys_file_is_refused_with_the_reason(tmp_path, text, word):
 def test_a_missing_keys_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         load_keys(str(tmp_path / "none.toml"))
+
+
+def test_a_key_in_a_file_states_its_terms(tmp_path):
+    text = f'''
+        [[keys]]
+        name = "alice"
+        sha256 = "{digest("a")}"
+        weight = 2
+        priority = 1
+        models = ["tiny"]
+        limits = {{ requests_per_minute = 60, tokens_per_day = 1000000, longest_context = 4096 }}
+        targets = {{ ttft_seconds = 0.5, time_per_token_seconds = 0.03 }}
+    '''
+    (key,) = load_keys(write(tmp_path, text))
+    assert key.terms == KeyTerms(
+        weight=2.0,
+        priority=1,
+        models=("tiny",),
+        limits=Limits(requests_per_minute=60, tokens_per_day=1_000_000, longest_context=4096),
+        targets=Targets(ttft_seconds=0.5, time_per_token_seconds=0.03),
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("weight = 0", "weight"),
+        ("weight = nan", "weight"),
+        ("models = []", "models"),
+        ("limits = { requests_per_minute = 0 }", "requests_per_minute"),
+        ("limits = { requests_per_minute = 1.5 }", "requests_per_minute"),
+        ("limits = { tokens_per_week = 1 }", "tokens_per_week"),
+        ("targets = { ttft_seconds = -1 }", "ttft_seconds"),
+        ("targets = { speed = 1 }", "only"),
+        ("priority = 11", "priority"),
+    ],
+)
+def test_wrong_terms_in_a_file_are_refused_with_the_reason(tmp_path, line, word):
+    text = f'[[keys]]\nname = "a"\nsha256 = "{digest("a")}"\n{line}\n'
+    with pytest.raises(ConfigError, match=word):
+        load_keys(write(tmp_path, text))
+
+
+def test_an_old_secret_opens_its_key_until_it_expires():
+    now = [1000.0]
+    old, new = ApiKey("alice", digest("old"), expires_at=1060.0), ApiKey("alice", digest("new"))
+    ring = KeyRing((old, new), clock=lambda: now[0])
+    assert ring.identify("Bearer old").tenant == ring.identify("Bearer new").tenant == "alice"
+    now[0] = 1060.0
+    with pytest.raises(NotAuthenticated):
+        ring.identify("Bearer old")
+    assert ring.identify("Bearer new").tenant == "alice"
+
+
+def test_a_ring_that_lost_all_its_keys_is_closed_not_open():
+    ring = KeyRing((ApiKey("alice", digest("a")),))
+    ring.replace((), needs_keys=True)
+    with pytest.raises(NotAuthenticated):
+        ring.identify("Bearer a")
+
+
+async def test_a_key_sees_and_uses_only_its_own_models():
+    keys = (
+        ApiKey("alice", digest("a"), KeyTerms(models=("tiny",))),
+        ApiKey("bob", digest("b"), KeyTerms(models=("other",))),
+    )
+    async with running_service(keys=keys) as service:
+        for key, seen in (("a", ["tiny"]), ("b", [])):
+            listed = await service.client.get("/v1/models", headers=bearer(key))
+            assert [model["id"] for model in listed.json()["data"]] == seen
+        assert (await service.chat(key="a")).status_code == 200
+        for call in (service.chat, service.complete):
+            refused = await call(key="b")
+            assert refused.status_code == 404
+            assert refused.json()["error"]["code"] == "model_not_found"
+            assert "served: tiny" not in refused.json()["error"]["message"]
+        assert (await service.client.get("/v1/models/tiny", headers=bearer("b"))).status_code == 404
+        assert (await service.post("/tokenize", key="b", prompt="x")).status_code == 404
+
+
+async def test_a_keys_priority_goes_with_its_requests():
+    async with running_service(keys=(ApiKey("alice", digest("a"), KeyTerms(priority=7)),)) as service:
+        await service.chat(key="a")
+        assert service.engine.submitted[0].priority == 7

@@ -2,12 +2,17 @@
 
 import hashlib
 import os
+from pathlib import Path
 
 import pytest
 
 from penstock.config import gather
-from penstock.errors import ConfigError
-from penstock.server.config import resolve
+from penstock.errors import ConfigError, StoreUnavailable
+from penstock.server.config import admin_address, resolve
+from penstock.server.store_opening import prepare_store
+from penstock.store.database import Database
+from penstock.store.keys import KeyStore
+from penstock.tenants import KeyTerms
 
 
 def resolved(**given):
@@ -81,3 +86,96 @@ def test_every_server_option_is_explained_and_no_key_is_shown(keys):
     assert options >= {"host", "port", "workers", "keys", "max_body_bytes", "drain_seconds", "log_format"}
     assert next(setting.why for setting in settings if setting.option == "port") == "command line"
     assert hashlib.sha256(b"k").hexdigest() not in str(settings)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return str(tmp_path / "penstock.db")
+
+
+def stored_keys(location):
+    database = Database.open(location)
+    return database, KeyStore(database)
+
+
+def test_keys_in_the_store_open_a_server_beyond_loopback(store):
+    with pytest.raises(ConfigError, match="penstock keys create"):
+        resolved(host="0.0.0.0", store=store)
+    assert not os.path.exists(store), "asking makes nothing"
+    database, keys = stored_keys(store)
+    keys.create("alice", KeyTerms())
+    config = prepare_store(resolved(host="0.0.0.0", store=store)[0])
+    assert ([key.name for key in config.keys], config.needs_keys) == (["alice"], True)
+    database.close()
+
+
+def test_a_store_whose_keys_are_all_revoked_is_not_open(store):
+    database, keys = stored_keys(store)
+    keys.create("alice", KeyTerms())
+    keys.revoke("alice")
+    for host in ("127.0.0.1", "0.0.0.0"):
+        config = prepare_store(resolved(host=host, store=store)[0])
+        assert (config.keys, config.needs_keys) == ((), True)
+    database.close()
+
+
+def test_a_store_without_keys_leaves_a_loopback_server_open(store):
+    config = prepare_store(resolved(store=store)[0])
+    assert (config.keys, config.needs_keys) == ((), False)
+
+
+def test_a_store_that_is_there_and_cannot_be_read_never_opens_the_server(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "penstock").mkdir()
+    (tmp_path / "penstock" / "penstock.db").write_text("no database " * 1000)
+    with pytest.raises(StoreUnavailable):
+        prepare_store(resolved()[0])
+
+
+def test_a_keys_file_takes_the_place_of_the_stores_keys(store, keys):
+    database, stored = stored_keys(store)
+    stored.create("alice", KeyTerms())
+    assert [key.name for key in prepare_store(resolved(store=store, keys=keys)[0]).keys] == ["a"]
+    database.close()
+
+
+def test_keys_with_limits_need_a_store(tmp_path):
+    path = tmp_path / "limited.toml"
+    digest = hashlib.sha256(b"k").hexdigest()
+    path.write_text(f'[[keys]]\nname = "a"\nsha256 = "{digest}"\nlimits = {{ requests_per_minute = 1 }}\n')
+    with pytest.raises(ConfigError, match="--store"):
+        resolved(keys=str(path), store="none")
+    assert resolved(keys=str(path))[0].store is not None
+
+
+def test_a_default_store_that_cannot_be_made_is_done_without(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    config = prepare_store(resolved()[0])
+    assert config.store is None
+    assert "no usage is kept" in caplog.text
+
+
+def test_a_store_that_was_asked_for_must_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        prepare_store(resolved(store=str(tmp_path / "file" / "s.db"))[0])
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:1", "example.org:80", "8001", "127.0.0.1", "127.0.0.1:99999", ":1"])
+def test_admin_routes_listen_on_loopback_or_a_unix_socket_only(address):
+    with pytest.raises(ConfigError, match="--admin-listen"):
+        resolved(admin_listen=address)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("127.0.0.1:81", ("127.0.0.1", 81)), ("[::1]:0", ("::1", 0)), ("unix:/run/p.sock", Path("/run/p.sock"))],
+)
+def test_where_admin_routes_may_listen(text, address):
+    assert admin_address(resolved(admin_listen=text)[0].admin) == address
+
+
+def test_a_password_in_the_stores_url_is_not_explained():
+    _, settings = resolved(store="postgresql://me:hunter2@127.0.0.1:1/x")
+    assert "hunter2" not in str(settings)

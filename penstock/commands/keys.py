@@ -1,0 +1,180 @@
+"""`penstock keys`: the API keys in the store, made, listed, replaced and taken back.
+
+Works on the store itself, whether a server runs or not; running servers follow within seconds.
+"""
+
+import datetime
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.commands.flags import takes_options
+from penstock.commands.tables import print_table
+from penstock.config import Options, Sourced
+from penstock.errors import ConfigError
+from penstock.request import Targets
+from penstock.tenants import KeyTerms, Limits, StoredKey
+
+if TYPE_CHECKING:
+    from penstock.store.keys import KeyStore
+
+app = typer.Typer(help="Make, list, replace and revoke API keys.", no_args_is_help=True)
+
+LIMITS, TARGETS = "Limits (default: none)", "Targets"
+
+Name = Annotated[str, typer.Argument(help="The tenant that the key's requests count for")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
+Limit = Annotated[int | None, typer.Option(min=1, rich_help_panel=LIMITS, show_default=False)]
+Target = Annotated[float | None, typer.Option(min=0.0, rich_help_panel=TARGETS, show_default=False)]
+
+
+@app.command()
+@takes_options("store")
+def create(
+    sourced: Sourced,
+    name: Name,
+    admin: Annotated[bool, typer.Option("--admin", help="Also opens admin routes")] = False,
+    weight: Annotated[float, typer.Option(help="Share of a busy engine, against other tenants'")] = 1.0,
+    priority: Annotated[
+        int | None, typer.Option(help="Of its requests, and the highest they may ask for; larger runs earlier")
+    ] = None,
+    models: Annotated[
+        str | None, typer.Option(metavar="NAME,…", help="The only models it may use", show_default=False)
+    ] = None,
+    requests_per_minute: Limit = None,
+    input_tokens_per_minute: Limit = None,
+    output_tokens_per_minute: Limit = None,
+    concurrent_requests: Limit = None,
+    tokens_per_day: Limit = None,
+    longest_context: Limit = None,
+    ttft_seconds: Target = None,
+    time_per_token_seconds: Target = None,
+    json: Json = False,
+) -> int:
+    """Make a key and print it. It is shown this once."""
+    terms = KeyTerms(
+        admin=admin,
+        weight=weight,
+        priority=priority,
+        models=None if models is None else tuple(part.strip() for part in models.split(",") if part.strip()),
+        limits=Limits(
+            requests_per_minute=requests_per_minute,
+            input_tokens_per_minute=input_tokens_per_minute,
+            output_tokens_per_minute=output_tokens_per_minute,
+            concurrent_requests=concurrent_requests,
+            tokens_per_day=tokens_per_day,
+            longest_context=longest_context,
+        ),
+        targets=Targets(ttft_seconds=ttft_seconds, time_per_token_seconds=time_per_token_seconds),
+    )
+    with stored_keys(sourced.options) as store:
+        show_secret(name, store.create(name, terms), as_json=json)
+    return 0
+
+
+@app.command("list")
+@takes_options("store")
+def list_keys(sourced: Sourced, json: Json = False) -> int:
+    """List the keys, without their secrets."""
+    with stored_keys(sourced.options) as store:
+        show_keys(store.list(), as_json=json)
+    return 0
+
+
+@app.command()
+@takes_options("store")
+def revoke(sourced: Sourced, name: Name) -> int:
+    """Take a key back: running servers refuse it within seconds."""
+    with stored_keys(sourced.options) as store:
+        store.revoke(name)
+    Console().print(Text(f"{name} is revoked"), soft_wrap=True)
+    return 0
+
+
+@app.command()
+@takes_options("store")
+def rotate(
+    sourced: Sourced,
+    name: Name,
+    overlap: Annotated[
+        str, typer.Option(metavar="TIME", help="How long the old one works as well, such as 90s, 30m, 24h or 7d")
+    ] = "0s",
+    json: Json = False,
+) -> int:
+    """Give a key a new secret and print it. It is shown this once."""
+    seconds = parse_seconds("--overlap", overlap)
+    with stored_keys(sourced.options) as store:
+        show_secret(name, store.rotate(name, overlap_seconds=seconds), as_json=json)
+    return 0
+
+
+@contextmanager
+def stored_keys(options: Options) -> Iterator["KeyStore"]:
+    """Open the keys of the store that the options name."""
+    from penstock.store.database import Database
+    from penstock.store.keys import KeyStore
+    from penstock.store.location import store_location
+
+    database = Database.open(store_location(options.store))
+    try:
+        yield KeyStore(database)
+    finally:
+        database.close()
+
+
+def parse_seconds(option: str, text: str) -> float:
+    """Return the seconds in "90s", "30m", "24h" or "7d"."""
+    match = re.fullmatch(r"\s*(\d+)\s*([smhd])\s*", text)
+    if match is None:
+        raise ConfigError(option, text, "give a time such as 90s, 30m, 24h or 7d")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
+def show_secret(name: str, secret: str, *, as_json: bool) -> None:
+    """Print a new secret: alone on standard output, so that a script can take it."""
+    if as_json:
+        print(json.dumps({"name": name, "key": secret}, indent=2))
+        return
+    print(secret)
+    note = f"This is {name}'s key. It is not kept and cannot be shown again."
+    Console(stderr=True).print(Text(note, style="dim"), soft_wrap=True)
+
+
+def show_keys(keys: list[StoredKey], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(keys), indent=2))
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("key", "state", "made", "weight", "priority", "models", "limits"):
+        table.add_column(column, overflow="fold")
+    for key in keys:
+        terms = key.terms
+        limits = msgspec.to_builtins(terms.limits)
+        table.add_row(
+            Text(key.name + (" (admin)" if terms.admin else "")),
+            _state(key),
+            _day(key.created_at),
+            f"{terms.weight:g}",
+            str(terms.priority or 0),
+            Text(", ".join(terms.models) if terms.models is not None else "all"),
+            ", ".join(f"{name} {value}" for name, value in limits.items()) or "none",
+        )
+    print_table(table)
+
+
+def _state(key: StoredKey) -> str:
+    if key.revoked_at is not None:
+        return f"revoked {_day(key.revoked_at)}"
+    return "in force" if key.num_secrets == 1 else f"in force, {key.num_secrets} secrets"
+
+
+def _day(moment: float) -> str:
+    return datetime.datetime.fromtimestamp(moment, tz=datetime.UTC).date().isoformat()

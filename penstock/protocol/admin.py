@@ -1,0 +1,77 @@
+"""The wire types of the admin routes: keys and usage."""
+
+import msgspec
+from pydantic import Field
+
+from penstock.errors import InvalidParameter
+from penstock.protocol.wire import WireModel
+from penstock.request import Targets
+from penstock.tenants import KeyTerms, Limits, StoredKey, Usage, check_terms
+
+
+class KeyLimits(WireModel):
+    """What the key's tenant may use; absent: as much as there is."""
+
+    requests_per_minute: int | None = None
+    input_tokens_per_minute: int | None = None
+    output_tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+    tokens_per_day: int | None = None
+    longest_context: int | None = None
+
+
+class KeyTargets(WireModel):
+    """What the key's requests aim for where they do not say so themselves."""
+
+    ttft_seconds: float | None = None
+    time_per_token_seconds: float | None = None
+
+
+class KeyRequest(WireModel):
+    """A key to be made."""
+
+    name: str = Field(description="The tenant that its requests count for")
+    admin: bool = False
+    weight: float = 1.0
+    priority: int | None = None
+    models: list[str] | None = Field(None, description="The only models it may use; default: all")
+    limits: KeyLimits = KeyLimits()
+    targets: KeyTargets = KeyTargets()
+
+    def terms(self) -> KeyTerms:
+        terms = KeyTerms(
+            admin=self.admin,
+            weight=self.weight,
+            priority=self.priority,
+            models=None if self.models is None else tuple(self.models),
+            limits=Limits(**self.limits.model_dump()),
+            targets=Targets(**self.targets.model_dump()),
+        )
+        wrong = check_terms(terms)
+        if wrong is not None:
+            raise InvalidParameter("terms", msgspec.to_builtins(terms), wrong)
+        return terms
+
+
+class RotateRequest(WireModel):
+    overlap_seconds: float = Field(0.0, ge=0, description="How long the old secret opens the key as well")
+
+
+class NewSecret(msgspec.Struct, frozen=True):
+    """A key's secret, told this once."""
+
+    name: str
+    secret: str
+
+
+class RevokedKey(msgspec.Struct, frozen=True):
+    name: str
+    revoked: bool = True
+
+
+class KeyList(msgspec.Struct, frozen=True):
+    data: list[StoredKey]
+
+
+class UsageList(msgspec.Struct, frozen=True):
+    data: list[Usage]

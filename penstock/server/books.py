@@ -1,0 +1,97 @@
+"""Writes what requests used into the store: many in one transaction, and before their last byte is sent.
+
+While one batch is being written the next gathers, so that a busy server writes no more often than the store allows and
+a quiet one writes at once. A store that fails holds up no answer: what could not be written is kept and tried again.
+Knows nothing of limits or HTTP.
+"""
+
+import asyncio
+import logging
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+from penstock.errors import StoreUnavailable
+from penstock.server.metrics import ServerMetrics
+from penstock.store.database import Database
+from penstock.store.ledger import add_usage, merge_usage
+from penstock.store.quotas import Lease, Spent, settle
+from penstock.telemetry import log_event
+from penstock.tenants import Usage
+
+_RETRY_SECONDS = 1.0
+
+log = logging.getLogger("penstock.books")
+
+
+@dataclass(slots=True)
+class _Batch:
+    usage: list[Usage] = field(default_factory=list)
+    settlements: list[tuple[Lease, Spent]] = field(default_factory=list)
+    waiters: list["asyncio.Future[None]"] = field(default_factory=list)
+
+    def release(self) -> None:
+        """Let those go on that waited for this batch."""
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self.waiters.clear()
+
+
+class Books:
+    def __init__(self, database: Database, thread: Executor, metrics: ServerMetrics) -> None:
+        self._database = database
+        self._thread = thread
+        self._metrics = metrics
+        self._next = _Batch()
+        self._writing: asyncio.Task[None] | None = None
+        self._is_failing = False
+
+    def note(self, usage: Usage, settlement: tuple[Lease, Spent] | None) -> "asyncio.Future[None]":
+        """Take an entry in; the result is there once it is written, or cannot be for now."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._next.usage.append(usage)
+        if settlement is not None:
+            self._next.settlements.append(settlement)
+        self._next.waiters.append(waiter)
+        if self._is_failing:
+            self._next.release()
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write_all())
+        return waiter
+
+    async def close(self) -> None:
+        """Write what is left, or give it up where the store still fails."""
+        if self._writing is not None and not self._writing.done():
+            if self._is_failing:
+                self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+        if self._next.usage:
+            log_event(log, "usage was lost: the store failed to the end", level=logging.ERROR)
+
+    async def _write_all(self) -> None:
+        while self._next.usage:
+            batch, self._next = self._next, _Batch()
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._write, batch)
+                self._is_failing = False
+            except StoreUnavailable as error:
+                await self._keep(batch, error)
+            finally:
+                batch.release()
+
+    def _write(self, batch: _Batch) -> None:
+        with self._database.writing() as connection:
+            settle(self._database, connection, batch.settlements)
+            add_usage(connection, batch.usage)
+
+    async def _keep(self, batch: _Batch, error: StoreUnavailable) -> None:
+        """Put a batch back for later, as few entries as it has tenants, models and days."""
+        if not self._is_failing:
+            log_event(log, f"usage is kept in memory for now: {error}", level=logging.ERROR)
+        self._is_failing = True
+        self._metrics.count_store_failure()
+        self._next.usage = merge_usage([*batch.usage, *self._next.usage])
+        self._next.settlements = batch.settlements + self._next.settlements
+        batch.release()
+        self._next.release()
+        await asyncio.sleep(_RETRY_SECONDS)

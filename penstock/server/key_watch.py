@@ -1,0 +1,84 @@
+"""Keeps a key ring as its source says while the server runs: a revoked key stops working within seconds.
+
+Looks at a number that changes with the source, and reads the keys only when it did. Knows nothing of requests.
+"""
+
+import asyncio
+import logging
+import os
+from typing import Protocol
+
+from penstock.errors import ConfigError, StoreUnavailable
+from penstock.server.auth import KeyRing, load_keys
+from penstock.telemetry import log_event
+from penstock.tenants import ApiKey
+
+WATCH_SECONDS = 1.0
+
+log = logging.getLogger("penstock.keys")
+
+
+class KeySource(Protocol):
+    """Where keys come from. Raises ConfigError or StoreUnavailable when it cannot be read."""
+
+    def version(self) -> object: ...
+    def load(self) -> tuple[ApiKey, ...]: ...
+    def had_any(self) -> bool: ...
+
+
+class KeyFile:
+    """A TOML file of keys."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def version(self) -> object:
+        try:
+            found = os.stat(self._path)
+        except OSError as error:
+            raise ConfigError("--keys", self._path, f"it cannot be read ({error.strerror})") from error
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def load(self) -> tuple[ApiKey, ...]:
+        return load_keys(self._path)
+
+    def had_any(self) -> bool:
+        return True  # a file without keys is refused
+
+
+class KeyWatcher:
+    def __init__(self, ring: KeyRing, source: KeySource, *, needs_keys: bool) -> None:
+        self._ring = ring
+        self._source = source
+        self._needs_keys = needs_keys
+        self._version: object = None
+        self._is_failing = False
+
+    async def run(self) -> None:
+        """Look again and again."""
+        while True:
+            await self.look()
+            await asyncio.sleep(WATCH_SECONDS)
+
+    async def look(self) -> None:
+        """Take the keys over if they changed. What cannot be read leaves them as they were."""
+        try:
+            changed = await asyncio.to_thread(self._read)
+        except (ConfigError, StoreUnavailable) as error:
+            if not self._is_failing:
+                log_event(log, f"keys stay as they were: {error}", level=logging.ERROR)
+            self._is_failing = True
+            return
+        self._is_failing = False
+        if changed is not None:
+            keys, had_any = changed
+            self._ring.replace(keys, needs_keys=self._needs_keys or had_any)
+
+    def _read(self) -> tuple[tuple[ApiKey, ...], bool] | None:
+        version = self._source.version()
+        if version == self._version:
+            return None
+        # Keys that change between the two reads change the version too, and are read the next time.
+        keys, had_any = self._source.load(), self._source.had_any()
+        self._version = version
+        return keys, had_any

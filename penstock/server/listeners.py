@@ -1,0 +1,72 @@
+"""The sockets a server listens on: its port, and the admin routes' own.
+
+Bound before anything costly starts, and handed to the API workers. Knows nothing of what is served on them.
+"""
+
+import os
+import socket
+from pathlib import Path
+
+from penstock.errors import ConfigError
+from penstock.server.config import admin_address
+
+
+def joined(host: str, port: int) -> str:
+    """Return an address as it stands in a URL."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listen_for_admin(wanted: str | None, folder: Path) -> socket.socket:
+    """Bind the admin socket: where it was asked for, or in our own folder, where only we may connect."""
+    address = admin_address(wanted) if wanted is not None else folder / "admin.sock"
+    if not isinstance(address, Path):
+        return listen(*address, option="--admin-listen")
+    if _is_listened_on(address):
+        raise ConfigError("--admin-listen", wanted, "another server listens there; give another path")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o177)  # the socket is its owner's from its first moment
+    try:
+        remove_socket(wanted)
+        listener.bind(str(address))
+    except OSError as error:
+        listener.close()
+        raise ConfigError("--admin-listen", wanted, f"it cannot be listened on ({error.strerror or error})") from error
+    finally:
+        os.umask(mask)
+    listener.listen(64)
+    listener.setblocking(False)
+    return listener
+
+
+def _is_listened_on(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        try:
+            caller.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+def remove_socket(wanted: str | None) -> None:
+    """Take away the socket file that an earlier server, or this one, left where it was asked to."""
+    address = admin_address(wanted) if wanted is not None else None
+    if isinstance(address, Path) and address.is_socket():
+        address.unlink()
+
+
+def listen(host: str, port: int, *, option: str = "--port") -> socket.socket:
+    """Bind before anything costly starts: a taken port is told at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        if isinstance(error, socket.gaierror):
+            raise ConfigError("--host", host, "give an address of this machine") from error
+        right = f"it cannot be listened on at {host} ({os.strerror(error.errno or 0)}); give another {option}"
+        raise ConfigError(option, port, right) from error
+    listener.listen(2048)
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,76 @@
+"""What one API worker needs of tenants: their keys, their limits and their books, over one store.
+
+Opened before the worker serves and closed behind its last request. Knows nothing of HTTP or the engine.
+"""
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+from penstock.errors import StoreUnavailable
+from penstock.server.auth import KeyRing
+from penstock.server.books import Books
+from penstock.server.config import ServerConfig
+from penstock.server.key_watch import KeyFile, KeySource, KeyWatcher
+from penstock.server.metrics import ServerMetrics
+from penstock.server.quota import Meter
+from penstock.store.database import Database
+from penstock.store.keys import KeyStore
+from penstock.store.quotas import QuotaStore
+from penstock.telemetry import log_event
+
+log = logging.getLogger("penstock.tenancy")
+
+
+class Tenancy:
+    """Make it, `start` it in an event loop, and `close` it there."""
+
+    def __init__(self, config: ServerConfig, metrics: ServerMetrics, database: Database | None = None) -> None:
+        self.database = database
+        self.ring = KeyRing(config.keys, needs_keys=config.needs_keys)
+        self._metrics = metrics
+        # One thread: SQLite lets one write at a time anyway, and waiting for it here costs nobody anything.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._books = Books(database, self._thread, metrics) if database is not None else None
+        quotas = QuotaStore(database) if database is not None else None
+        self.meter = Meter(metrics, thread=self._thread, quotas=quotas, books=self._books)
+        self._source = _key_source(config, database)
+        self._needs_keys = config.needs_keys
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def stored_keys(self) -> KeyStore | None:
+        """The store's keys, where those are the server's keys."""
+        return self._source if isinstance(self._source, KeyStore) else None
+
+    def start(self) -> None:
+        """Begin to follow the keys and to keep leases."""
+        if self._source is not None:
+            watcher = KeyWatcher(self.ring, self._source, needs_keys=self._needs_keys)
+            self._tasks.append(asyncio.create_task(watcher.run()))
+        self._tasks.append(asyncio.create_task(self._keep_leases()))
+
+    async def close(self) -> None:
+        """Write what is left and let go of the store."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._books is not None:
+            await self._books.close()
+        self._thread.shutdown()
+        if self.database is not None:
+            self.database.close()
+
+    async def _keep_leases(self) -> None:
+        while self.database is not None:
+            try:
+                await self.meter.keep_leases()
+            except StoreUnavailable as error:
+                self._metrics.count_store_failure()
+                log_event(log, f"leases were not renewed: {error}", level=logging.ERROR)
+
+
+def _key_source(config: ServerConfig, database: Database | None) -> KeySource | None:
+    if config.keys_file is not None:
+        return KeyFile(config.keys_file)
+    return KeyStore(database) if database is not None else None

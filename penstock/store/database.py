@@ -1,0 +1,173 @@
+"""The store's database: SQLite in a file by default, PostgreSQL by URL.
+
+Gives transactions that see nobody else's half-done work, and the one clock that all servers on a store share. Knows
+nothing of what is stored.
+"""
+
+import contextlib
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, Table, create_engine, event, func, insert, inspect, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.pool import QueuePool
+
+from penstock.errors import ConfigError, PenstockError, StoreUnavailable
+from penstock.store.location import shown
+from penstock.store.schema import SCHEMA_VERSION, metadata, state
+
+Clock = Callable[[], float]
+
+# A writer waits so long for others before it gives up: far longer than all of them together ever take.
+_BUSY_SECONDS = 10
+# Any number of our own: PostgreSQL takes only numbers as names of locks.
+_SCHEMA_LOCK = 0x70656E73
+_WRITES = "penstock_writes"
+_RIGHT = "give a file's path, or a URL such as postgresql://user@host/database"
+
+
+class Database:
+    """One store. Make it with `open`; every method may be called from any thread."""
+
+    def __init__(self, engine: Engine, clock: Clock) -> None:
+        self._engine = engine
+        self._clock = clock
+
+    @classmethod
+    def open(cls, location: str, *, clock: Clock = time.time) -> "Database":
+        """Return the store at a path or URL, made if it is not there. Raises ConfigError or StoreUnavailable."""
+        url = _url(location)
+        if url.get_backend_name() == "sqlite":
+            _make_file(location, Path(url.database or ""))
+        database = cls(_make_engine(location, url), clock)
+        try:
+            database._prepare(location)
+        except PenstockError:
+            database.close()
+            raise
+        return database
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """A transaction that may write. On SQLite nobody else writes meanwhile; on PostgreSQL lock what you read."""
+        writer = self._engine.execution_options(**{_WRITES: True})
+        with self._failures(), writer.begin() as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """A transaction that only reads, and holds up nobody."""
+        with self._failures(), self._engine.begin() as connection:
+            yield connection
+
+    def now(self, connection: Connection) -> float:
+        """Return the Unix time. Servers on several machines have one PostgreSQL and so one clock."""
+        if connection.dialect.name == "postgresql":
+            return float(connection.execute(select(func.extract("epoch", func.clock_timestamp()))).scalar_one())
+        return self._clock()
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Say of any failure of the database only that there was one: its texts hold statements and addresses."""
+        try:
+            yield
+        except SQLAlchemyError as error:
+            raise StoreUnavailable(
+                f"the store does not work ({type(error).__name__}); try again in a moment"
+            ) from error
+
+    def _prepare(self, location: str) -> None:
+        """Make the tables, once, however many processes start together. A store that has them is only read."""
+        with self.reading() as connection:
+            found = _schema_version(connection)
+        if found is None:
+            with self.writing() as connection:
+                if connection.dialect.name == "postgresql":
+                    connection.execute(select(func.pg_advisory_xact_lock(_SCHEMA_LOCK)))
+                found = _schema_version(connection)
+                if found is None:
+                    found = SCHEMA_VERSION
+                    metadata.create_all(connection)
+                    connection.execute(insert(state).values(id=1, schema_version=found, keys_version=1))
+        if found != SCHEMA_VERSION:
+            right = f"its tables are of version {found}, and this Penstock needs {SCHEMA_VERSION}; give another store"
+            raise ConfigError("--store", shown(location), right)
+
+
+def _schema_version(connection: Connection) -> int | None:
+    if not inspect(connection).has_table(state.name):
+        return None
+    return int(connection.execute(select(state.c.schema_version)).scalar_one())
+
+
+def insert_into(connection: Connection, table: Table, values: dict[str, Any]) -> sqlite.Insert | postgresql.Insert:
+    """Return an INSERT that knows `on_conflict_do_…`, which each database writes in its own way."""
+    if connection.dialect.name == "postgresql":
+        return postgresql.insert(table).values(values)
+    return sqlite.insert(table).values(values)
+
+
+def exists(location: str) -> bool:
+    """Whether there may be something to read. Makes nothing."""
+    url = _url(location)
+    return url.get_backend_name() != "sqlite" or os.path.exists(url.database or "")
+
+
+def _url(location: str) -> URL:
+    if "://" not in location:
+        return URL.create("sqlite", database=str(Path(location).expanduser().absolute()))
+    try:
+        url = make_url(location)
+    except (ArgumentError, ValueError):
+        raise ConfigError("--store", shown(location), _RIGHT) from None
+    if url.drivername in ("postgresql", "postgres"):
+        url = url.set(drivername="postgresql+psycopg")
+    if url.get_backend_name() not in ("sqlite", "postgresql") or (url.host and url.get_backend_name() == "sqlite"):
+        raise ConfigError("--store", shown(location), _RIGHT)
+    return url
+
+
+def _make_file(location: str, path: Path) -> None:
+    """Make an empty file that only its owner may read."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    except OSError as error:
+        raise ConfigError("--store", location, f"it cannot be written ({error.strerror})") from error
+
+
+def _make_engine(location: str, url: URL) -> Engine:
+    if url.get_backend_name() == "sqlite":
+        engine = create_engine(url, poolclass=QueuePool, connect_args={"timeout": _BUSY_SECONDS})
+        event.listen(engine, "connect", _set_up_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+        return engine
+    try:
+        return create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": _BUSY_SECONDS})
+    except (ModuleNotFoundError, NoSuchModuleError) as error:
+        right = "PostgreSQL needs a driver: pip install 'penstock[postgres]'"
+        raise ConfigError("--store", shown(location), right) from error
+
+
+def _set_up_sqlite(connection: sqlite3.Connection, _: object) -> None:
+    # The driver would begin transactions by itself, and too late; `_begin_sqlite` does.
+    connection.isolation_level = None
+    connection.execute("PRAGMA journal_mode=WAL")
+    # What is committed outlives any process; only a power cut may take the last moments.
+    connection.execute("PRAGMA synchronous=NORMAL")
+    connection.execute("PRAGMA foreign_keys=ON")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    # A writer takes its lock before it reads, so that nobody can change what it read.
+    writes = connection.get_execution_options().get(_WRITES)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

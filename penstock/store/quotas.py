@@ -1,0 +1,210 @@
+"""Limits that hold across every process and machine on one store.
+
+A request reserves its estimate when it is admitted and is settled with the truth when it ends: one transaction each.
+Between the two it holds a lease, which its process renews; what a killed process held runs out, and then its estimate
+stands. Settling takes the lease away, so that nothing is settled twice. Knows nothing of HTTP or the engine.
+"""
+
+import math
+import uuid
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+import msgspec
+from sqlalchemy import Connection, delete, func, insert, select, update
+
+from penstock.errors import LimitTooSmall
+from penstock.store.buckets import Bucket, InUse
+from penstock.store.database import Database, insert_into
+from penstock.store.schema import leases, quotas
+from penstock.tenants import Caller, Limits
+
+LEASE_SECONDS = 30.0
+# How often leases must be renewed, so that one missed time costs none.
+RENEW_SECONDS = 10.0
+# When a place among the concurrent requests will be free, nobody knows.
+CONCURRENCY_RETRY_SECONDS = 1.0
+
+_FIRST_MEAN_OUTPUT_TOKENS = 256.0
+_MAX_IDS = 1000  # in one statement
+_LEARNING_RATE = 0.1
+
+
+class Need(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request may use."""
+
+    input_tokens: int
+    most_output_tokens: int  # of all its answers together
+    output_is_stated: bool  # else its tenant's usual answers are a better guess
+    num_answers: int = 1
+
+
+class Spent(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request did use."""
+
+    requests: int = 1  # 0: it was turned away through no fault of its tenant's
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """An admitted request's reservation."""
+
+    id: str
+    tenant: str
+    limits: Limits
+    day: str
+    input_tokens: int
+    output_tokens: int
+    num_answers: int
+    standing: dict[str, Bucket]  # after the reservation, by the limit's name
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request is not admitted now, and when it would be if nothing else came."""
+
+    limit: str
+    most: int
+    retry_after_seconds: float
+    standing: dict[str, Bucket]
+
+
+class QuotaStore:
+    """The limits of all tenants."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def admit(self, caller: Caller, need: Need) -> Lease | Refusal:
+        """Reserve what a request may use. Raises LimitTooSmall for one that no wait would let in."""
+        limits = caller.terms.limits
+        _check_fits(limits, need)
+        with self._database.writing() as connection:
+            in_use = _lock(connection, caller.tenant, self._database)
+            now = self._database.now(connection)
+            is_set_back = now < in_use.at
+            in_use.move_to(now, limits)
+            output_tokens = _estimate(limits, need, in_use.mean_output_tokens)
+            refusal = _refusal(connection, caller, in_use, need.input_tokens, output_tokens)
+            if refusal is not None:
+                if is_set_back:  # or the buckets would leak again only when the clock has caught up
+                    _write(connection, caller.tenant, in_use)
+                return refusal
+            in_use.add(requests=1, input_tokens=need.input_tokens, output_tokens=output_tokens, day=in_use.day)
+            _write(connection, caller.tenant, in_use)
+            lease = Lease(
+                id=uuid.uuid4().hex,
+                tenant=caller.tenant,
+                limits=limits,
+                day=in_use.day,
+                input_tokens=need.input_tokens,
+                output_tokens=output_tokens,
+                num_answers=need.num_answers,
+                standing=in_use.buckets(limits),
+            )
+            expires_at = in_use.at + LEASE_SECONDS
+            row = {"id": lease.id, "tenant": caller.tenant, "expires_at": expires_at}
+            connection.execute(insert(leases).values(row))
+            return lease
+
+    def renew(self, ids: Sequence[str]) -> None:
+        """Keep leases from running out."""
+        for start in range(0, len(ids), _MAX_IDS):
+            some = leases.c.id.in_(ids[start : start + _MAX_IDS])
+            with self._database.writing() as connection:
+                expires_at = self._database.now(connection) + LEASE_SECONDS
+                connection.execute(update(leases).where(some).values(expires_at=expires_at))
+
+
+def settle(database: Database, connection: Connection, ended: Iterable[tuple[Lease, Spent]]) -> None:
+    """Replace reservations by what was used, within the caller's transaction.
+
+    A lease that had run out is left as it was reserved.
+    """
+    # Tenants in one order everywhere, so that no two writers wait for each other.
+    by_tenant = sorted(ended, key=lambda item: item[0].tenant)
+    for tenant, group in groupby(by_tenant, key=lambda item: item[0].tenant):
+        in_use = _lock(connection, tenant, database)
+        now = database.now(connection)
+        for lease, spent in group:
+            in_use.move_to(now, lease.limits)
+            if connection.execute(delete(leases).where(leases.c.id == lease.id)).rowcount:
+                _apply(in_use, lease, spent)
+        _write(connection, tenant, in_use)
+
+
+def _apply(in_use: InUse, lease: Lease, spent: Spent) -> None:
+    in_use.add(
+        requests=spent.requests - 1,
+        input_tokens=spent.input_tokens - lease.input_tokens,
+        output_tokens=spent.output_tokens - lease.output_tokens,
+        day=lease.day,
+    )
+    if spent.output_tokens:
+        mean = _FIRST_MEAN_OUTPUT_TOKENS if in_use.mean_output_tokens is None else in_use.mean_output_tokens
+        in_use.mean_output_tokens = mean + _LEARNING_RATE * (spent.output_tokens / lease.num_answers - mean)
+
+
+def _check_fits(limits: Limits, need: Need) -> None:
+    """Raise where the request would not fit even if nothing else were in use."""
+    stated = need.most_output_tokens if need.output_is_stated else 1
+    amounts = (
+        ("input_tokens_per_minute", limits.input_tokens_per_minute, need.input_tokens, None),
+        ("output_tokens_per_minute", limits.output_tokens_per_minute, stated, "max_tokens"),
+        ("tokens_per_day", limits.tokens_per_day, need.input_tokens + stated, "max_tokens"),
+    )
+    for name, most, amount, param in amounts:
+        if most is not None and amount > most:
+            raise LimitTooSmall(name, most, amount, param=param)
+
+
+def _estimate(limits: Limits, need: Need, mean_output_tokens: float | None) -> int:
+    if need.output_is_stated:
+        return need.most_output_tokens
+    mean = _FIRST_MEAN_OUTPUT_TOKENS if mean_output_tokens is None else mean_output_tokens
+    guesses = [need.most_output_tokens, math.ceil(mean) * need.num_answers]
+    # A guess must not make a request wait for ever.
+    if limits.output_tokens_per_minute is not None:
+        guesses.append(limits.output_tokens_per_minute)
+    if limits.tokens_per_day is not None:
+        guesses.append(limits.tokens_per_day - need.input_tokens)
+    return min(guesses)
+
+
+def _refusal(
+    connection: Connection, caller: Caller, in_use: InUse, input_tokens: int, output_tokens: int
+) -> Refusal | None:
+    limits, tenant = caller.terms.limits, caller.tenant
+    waits = in_use.waits(limits, input_tokens=input_tokens, output_tokens=output_tokens)
+    connection.execute(delete(leases).where(leases.c.tenant == tenant, leases.c.expires_at <= in_use.at))
+    if limits.concurrent_requests is not None:
+        running = connection.execute(select(func.count()).select_from(leases).where(leases.c.tenant == tenant))
+        is_full = running.scalar_one() >= limits.concurrent_requests
+        waits["concurrent_requests"] = CONCURRENCY_RETRY_SECONDS if is_full else 0.0
+    longest = max(waits, key=lambda name: waits[name], default=None)
+    if longest is None or waits[longest] <= 0:
+        return None
+    return Refusal(
+        limit=longest,
+        most=getattr(limits, longest),
+        retry_after_seconds=waits[longest],
+        standing=in_use.buckets(limits),
+    )
+
+
+def _lock(connection: Connection, tenant: str, database: Database) -> InUse:
+    """Return a tenant's row, and keep every other writer from it until the transaction ends."""
+    wanted = select(quotas).where(quotas.c.tenant == tenant).with_for_update()
+    row = connection.execute(wanted).first()
+    if row is None:
+        first = msgspec.structs.asdict(InUse(at=database.now(connection)))
+        connection.execute(insert_into(connection, quotas, {"tenant": tenant, **first}).on_conflict_do_nothing())
+        row = connection.execute(wanted).one()
+    values = dict(row._mapping)
+    del values["tenant"]
+    return InUse(**values)
+
+
+def _write(connection: Connection, tenant: str, in_use: InUse) -> None:
+    values = msgspec.structs.asdict(in_use)
+    connection.execute(update(quotas).where(quotas.c.tenant == tenant).values(values))

@@ -1,0 +1,134 @@
+"""Who calls and on what terms: the data that keys, quotas, the server and the gateway pass to each other.
+
+Plain structs and the checks of their values. Knows nothing of where keys are stored or how limits are kept.
+"""
+
+import math
+import re
+from typing import Any
+
+import msgspec
+
+from penstock.request import MAX_PRIORITY, NO_TARGETS, Targets
+
+# Whom requests count for where no keys are used.
+OPEN_TENANT = "open"
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a tenant may use. None: as much as there is."""
+
+    requests_per_minute: int | None = None
+    input_tokens_per_minute: int | None = None
+    output_tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+    tokens_per_day: int | None = None  # input and output together; days are UTC's
+    longest_context: int | None = None  # prompt and answer of one request, in tokens
+
+    @property
+    def are_metered(self) -> bool:
+        """Whether any limit depends on what was used before. The longest context does not."""
+        return any(
+            limit is not None
+            for limit in (
+                self.requests_per_minute,
+                self.input_tokens_per_minute,
+                self.output_tokens_per_minute,
+                self.concurrent_requests,
+                self.tokens_per_day,
+            )
+        )
+
+
+class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a key is worth."""
+
+    admin: bool = False  # also opens admin routes
+    weight: float = 1.0  # share of a busy engine, against other tenants'
+    priority: int | None = None  # of its requests, and the highest they may ask for; larger runs earlier
+    models: tuple[str, ...] | None = None  # the only ones it may use; None: all
+    limits: Limits = Limits()
+    targets: Targets = NO_TARGETS  # where its requests name none
+
+
+class ApiKey(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One secret, known by its digest. Its name is the tenant that its requests count for."""
+
+    name: str
+    sha256: str
+    terms: KeyTerms = KeyTerms()
+    expires_at: float | None = None  # Unix time; the old secret of a rotated key
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """Who sent a request, and on what terms."""
+
+    tenant: str
+    terms: KeyTerms = KeyTerms()
+
+    def may_use(self, model: str) -> bool:
+        return self.terms.models is None or model in self.terms.models
+
+
+class StoredKey(msgspec.Struct, frozen=True):
+    """One key as it may be shown: without its secrets."""
+
+    name: str
+    terms: KeyTerms
+    created_at: float
+    revoked_at: float | None
+    num_secrets: int  # that open it now; two while an old one runs out after a rotation
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Counts of one tenant, model and day."""
+
+    tenant: str
+    model: str
+    day: str  # 2026-01-31
+    requests: int = 0  # answered, at least in part
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt tokens, those that were in the prefix cache
+    output_tokens: int = 0
+    refused: int = 0  # for a limit or a full queue
+    errors: int = 0  # the server's own
+
+
+def check_name(name: Any) -> str | None:
+    """Return what is wrong with a key's name, or None."""
+    if isinstance(name, str) and _NAME.fullmatch(name):
+        return None
+    return "needs a name of up to 64 letters, digits, '.', '_' or '-'"
+
+
+def check_terms(terms: KeyTerms) -> str | None:
+    """Return what is wrong with terms of the right types, or None."""
+    if not math.isfinite(terms.weight) or terms.weight <= 0:
+        return "weight must be a number over 0"
+    if terms.priority is not None and abs(terms.priority) > MAX_PRIORITY:
+        return f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+    if terms.models is not None and not terms.models:
+        return "models must name at least one, or be left out"
+    for struct in (terms.limits, terms.targets):
+        for field in struct.__struct_fields__:
+            value = getattr(struct, field)
+            if value is not None and not (math.isfinite(value) and 0 < value < 2**53):
+                return f"{field} must be a number over 0"
+    return None
+
+
+def read_terms(document: dict[str, Any]) -> KeyTerms:
+    """Return the terms that a document of plain values states. Raises ValueError with the reason."""
+    targets = document.get("targets", {})
+    if isinstance(targets, dict) and not set(targets) <= set(Targets.__struct_fields__):
+        raise ValueError(f"targets may hold {' and '.join(Targets.__struct_fields__)} only")
+    try:
+        terms = msgspec.convert(document, KeyTerms)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+    wrong = check_terms(terms)
+    if wrong is not None:
+        raise ValueError(wrong)
+    return terms

@@ -1,0 +1,79 @@
+"""A ring follows its source, and keeps what it had when the source cannot be read."""
+
+import hashlib
+
+import pytest
+
+from penstock.errors import NotAuthenticated
+from penstock.server.auth import KeyRing
+from penstock.server.key_watch import KeyFile, KeyWatcher
+from penstock.store.database import Database
+from penstock.store.keys import KeyStore
+from penstock.tenants import OPEN_TENANT, KeyTerms
+
+
+def entry(name: str) -> str:
+    return f'[[keys]]\nname = "{name}"\nsha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\n'
+
+
+def knows(ring: KeyRing, secret: str) -> bool:
+    try:
+        return ring.identify(f"Bearer {secret}").tenant != OPEN_TENANT
+    except NotAuthenticated:
+        return False
+
+
+async def test_a_changed_file_is_followed(tmp_path):
+    file = tmp_path / "keys.toml"
+    file.write_text(entry("alice"))
+    ring = KeyRing(())
+    watcher = KeyWatcher(ring, KeyFile(str(file)), needs_keys=True)
+    await watcher.look()
+    assert knows(ring, "alice")
+    file.write_text(entry("bobby"))
+    await watcher.look()
+    assert not knows(ring, "alice")
+    assert knows(ring, "bobby")
+
+
+@pytest.mark.parametrize("damage", ["this is no TOML", "", None])
+async def test_a_file_that_cannot_be_read_changes_nothing_and_is_read_when_it_can(tmp_path, damage, caplog):
+    file = tmp_path / "keys.toml"
+    file.write_text(entry("alice"))
+    ring = KeyRing(())
+    watcher = KeyWatcher(ring, KeyFile(str(file)), needs_keys=True)
+    await watcher.look()
+    file.unlink() if damage is None else file.write_text(damage)
+    for _ in range(3):
+        await watcher.look()
+    assert knows(ring, "alice")
+    assert len([line for line in caplog.records if "stay as they were" in line.message]) == 1, "said once"
+    file.write_text(entry("alice") + entry("bobby"))
+    await watcher.look()
+    assert knows(ring, "bobby")
+
+
+async def test_a_store_without_keys_leaves_a_loopback_server_open_and_another_closed(tmp_path):
+    database = Database.open(str(tmp_path / "s.db"))
+    for needs_keys in (False, True):
+        ring = KeyRing((), needs_keys=needs_keys)
+        await KeyWatcher(ring, KeyStore(database), needs_keys=needs_keys).look()
+        assert ring.is_open is not needs_keys
+    database.close()
+
+
+async def test_keys_are_read_again_only_when_they_changed(tmp_path, monkeypatch):
+    database = Database.open(str(tmp_path / "s.db"))
+    store = KeyStore(database)
+    store.create("alice", KeyTerms())
+    loads = []
+    load = store.load
+    monkeypatch.setattr(store, "load", lambda: loads.append(1) or load())
+    watcher = KeyWatcher(KeyRing(()), store, needs_keys=False)
+    for _ in range(5):
+        await watcher.look()
+    assert len(loads) == 1
+    store.revoke("alice")
+    await watcher.look()
+    assert len(loads) == 2
+    database.close()

@@ -1,0 +1,52 @@
+"""Where a server listens: told at once when it cannot, and the admin socket is its owner's alone."""
+
+import socket
+import stat
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.server.listeners import joined, listen, listen_for_admin, remove_socket
+
+
+def test_a_taken_port_is_told_with_its_option():
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match="give another --port"):
+            listen("127.0.0.1", port)
+        with pytest.raises(ConfigError, match="give another --admin-listen"):
+            listen_for_admin(f"127.0.0.1:{port}", folder=None)
+
+
+def test_by_default_the_admin_socket_is_in_the_run_folder(tmp_path):
+    with listen_for_admin(None, tmp_path) as listener:
+        assert listener.family == socket.AF_UNIX
+        assert stat.S_IMODE((tmp_path / "admin.sock").stat().st_mode) == 0o600
+
+
+def test_the_admin_routes_may_have_a_port_on_loopback(tmp_path):
+    with listen_for_admin("127.0.0.1:0", tmp_path) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_a_socket_that_a_dead_server_left_is_taken_over_and_a_live_ones_is_not(tmp_path):
+    wanted = f"unix:{tmp_path / 'admin.sock'}"
+    listen_for_admin(wanted, tmp_path).close()
+    with listen_for_admin(wanted, tmp_path), pytest.raises(ConfigError, match="another server"):
+        listen_for_admin(wanted, tmp_path)
+    remove_socket(wanted)
+    assert not (tmp_path / "admin.sock").exists()
+
+
+def test_a_file_that_is_no_socket_is_left_alone(tmp_path):
+    path = tmp_path / "admin.sock"
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="cannot be listened on"):
+        listen_for_admin(f"unix:{path}", tmp_path)
+    remove_socket(f"unix:{path}")
+    assert path.read_text() == "mine"
+
+
+def test_an_address_is_joined_as_urls_have_it():
+    assert joined("127.0.0.1", 80) == "127.0.0.1:80"
+    assert joined("::1", 80) == "[::1]:80"

@@ -1,0 +1,271 @@
+"""Limits over HTTP: refused with a name and an exact wait, settled with the truth, booked before the last byte."""
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from penstock.engine.messages import TokenEvent
+from penstock.errors import EngineFailed
+from penstock.request import FinishReason
+from penstock.server.auth import load_keys
+from penstock.store.database import Database
+from penstock.store.ledger import UsageLedger
+from penstock.store.quotas import Lease, Need, QuotaStore, Spent, settle
+from penstock.tenants import Caller, KeyTerms, Limits
+from tests.unit.server.conftest import Service, listening, running_service, until
+
+MANY = 10**9
+
+
+@contextlib.asynccontextmanager
+async def serving(store: str | None, folder: Path | None = None, **limits: dict[str, int]) -> AsyncIterator[Service]:
+    """A server whose tenants have these limits, each with its own name for a key."""
+    file = (folder or Path(str(store)).parent) / "keys.toml"
+    entries = [
+        f'[[keys]]\nname = "{name}"\nsha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\n[keys.limits]\n'
+        + "".join(f"{limit} = {value}\n" for limit, value in own.items())
+        for name, own in limits.items()
+    ]
+    file.write_text("".join(entries))
+    async with running_service(keys=load_keys(str(file)), keys_file=str(file), store=store) as service:
+        yield service
+
+
+@pytest.fixture
+def store(tmp_path):
+    return str(tmp_path / "penstock.db")
+
+
+def usage(store):
+    """What the ledger has on disk, read as another process would."""
+    database = Database.open(store)
+    entries = UsageLedger(database).read()
+    database.close()
+    return {entry.tenant: entry for entry in entries}
+
+
+def counts(entry):
+    return (entry.requests, entry.prompt_tokens, entry.output_tokens, entry.refused, entry.errors)
+
+
+def tokens_left_today(store, name, limit):
+    """How many more tokens the store would admit for a tenant, by asking it."""
+    database = Database.open(store)
+    terms = KeyTerms(limits=Limits(tokens_per_day=limit))
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        need = Need(input_tokens=0, most_output_tokens=middle, output_is_stated=True)
+        outcome = QuotaStore(database).admit(Caller(name, terms), need)
+        if isinstance(outcome, Lease):
+            with database.writing() as connection:
+                settle(database, connection, [(outcome, Spent(requests=0))])
+            low = middle
+        else:
+            high = middle - 1
+    database.close()
+    return low
+
+
+async def test_a_reached_limit_is_429_with_its_name_and_an_exact_wait(store):
+    async with serving(store, alice={"requests_per_minute": 1}) as service:
+        assert (await service.chat(key="alice")).status_code == 200
+        refused = await service.chat(key="alice")
+    assert refused.status_code == 429
+    error = refused.json()["error"]
+    assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
+    assert "requests_per_minute = 1" in error["message"]
+    wait = int(refused.headers["retry-after-ms"])
+    assert 1000 < wait <= 60_000
+    assert int(refused.headers["retry-after"]) == -(-wait // 1000)
+    assert refused.headers["x-ratelimit-limit-requests"] == "1"
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answers_carry_the_headers_that_openais_clients_read(store, stream):
+    limits = {"requests_per_minute": 60, "input_tokens_per_minute": 10_000, "output_tokens_per_minute": 100}
+    async with serving(store, alice=limits) as service:
+        headers = (await service.complete("hi", key="alice", max_tokens=40, stream=stream)).headers
+    assert headers["x-ratelimit-limit-requests"] == "60"
+    assert headers["x-ratelimit-remaining-requests"] == "59"
+    assert headers["x-ratelimit-reset-requests"] == "1.000s"
+    assert headers["x-ratelimit-remaining-output-tokens"] == "60"
+    assert headers["x-ratelimit-limit-tokens"] == "100", "the scarcer of input and output"
+    assert headers["x-ratelimit-limit-input-tokens"] == "10000"
+
+
+async def test_a_tenant_without_limits_gets_no_such_headers(store):
+    async with serving(store, alice={}) as service:
+        headers = (await service.chat(key="alice")).headers
+    assert not [name for name in headers if name.startswith("x-ratelimit")]
+
+
+@pytest.mark.parametrize("limits", [{"output_tokens_per_minute": 10}, {"tokens_per_day": 10}])
+async def test_a_request_that_can_never_fit_is_400(store, limits):
+    async with serving(store, alice=limits) as service:
+        refused = await service.complete("hi", key="alice", max_tokens=50)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "limit_too_small"
+        assert refused.json()["error"]["param"] == "max_tokens"
+        assert service.engine.submitted == []
+
+
+async def test_a_refused_request_never_reaches_the_engine_and_is_in_the_ledger(store):
+    async with serving(store, alice={"requests_per_minute": 1}) as service:
+        for _ in range(4):
+            await service.chat(key="alice")
+        assert len(service.engine.submitted) == 1
+    assert counts(usage(store)["alice"])[3] == 3
+
+
+async def test_the_longest_context_of_a_key_bounds_prompt_and_answer(store):
+    async with serving(store, alice={"longest_context": 40}) as service:
+        too_long = await service.complete([5] * 40, key="alice")
+        assert too_long.json()["error"]["code"] == "context_length_exceeded"
+        together = await service.complete([5] * 20, key="alice", max_tokens=21)
+        assert together.json()["error"]["code"] == "context_length_exceeded"
+        assert (await service.chat("hi", key="alice")).status_code == 200
+        sent = service.engine.submitted[-1]
+        assert len(sent.prompt) + sent.params.max_tokens == 40
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_was_answered_is_in_the_ledger_before_its_last_byte(store, stream):
+    seen = []
+    async with serving(store, alice={}) as service, listening(service.context) as url:
+        body = {"model": "tiny", "prompt": "hi", "stream": stream, "stream_options": {"include_usage": True}}
+        if not stream:
+            del body["stream_options"]
+        headers = {"authorization": "Bearer alice"}
+        async with (
+            httpx.AsyncClient(base_url=url, headers=headers) as client,
+            client.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            async for chunk in response.aiter_bytes():
+                if b"[DONE]" in chunk or not stream:
+                    seen.append(usage(store))
+    assert seen[0]["alice"].requests == 1
+    assert seen[0]["alice"].output_tokens > 0
+
+
+async def test_the_truth_replaces_the_reservation(store):
+    limit = 10_000
+    async with serving(store, alice={"tokens_per_day": limit}) as service:
+        answer = (await service.complete("hi", key="alice", max_tokens=400)).json()
+    assert answer["usage"]["completion_tokens"] < 400
+    assert tokens_left_today(store, "alice", limit) == limit - answer["usage"]["total_tokens"]
+    assert usage(store)["alice"].output_tokens == answer["usage"]["completion_tokens"]
+
+
+async def test_an_aborted_request_pays_its_prompt_and_what_was_made(store):
+    limit, never = 10_000, asyncio.Event()
+    async with serving(store, alice={"tokens_per_day": limit}) as service:
+        service.engine.script = lambda request: [service.engine.event(request, [5, 6, 7]), never]
+        async with listening(service.context) as url:
+            body = {"model": "tiny", "prompt": [5] * 10, "max_tokens": 100, "stream": True}
+            async with (
+                httpx.AsyncClient(base_url=url, headers={"authorization": "Bearer alice"}) as client,
+                client.stream("POST", "/v1/completions", json=body) as response,
+            ):
+                await anext(response.aiter_bytes())
+            await until(lambda: "alice" in usage(store))
+    assert counts(usage(store)["alice"]) == (1, 10, 3, 0, 0)
+    assert tokens_left_today(store, "alice", limit) == limit - 13
+
+
+async def test_a_request_that_the_full_engine_refuses_costs_nothing(store):
+    async with serving(store, alice={"requests_per_minute": 1}) as service:
+        refusal = TokenEvent(
+            request_id="x", finish=FinishReason.ERROR, error_code="overloaded", error="full", retry_after_seconds=1.0
+        )
+        script = service.engine.script
+        service.engine.script = lambda request: [refusal]
+        assert (await service.chat(key="alice")).json()["error"]["code"] == "overloaded"
+        service.engine.script = script
+        assert (await service.chat(key="alice")).status_code == 200
+    assert counts(usage(store)["alice"])[0] == 1
+    assert usage(store)["alice"].refused == 1
+
+
+@pytest.mark.parametrize("connected", [True, False])
+async def test_a_request_that_fails_frees_its_place_and_is_an_error_in_the_ledger(store, connected):
+    async with serving(store, alice={"concurrent_requests": 1}) as service:
+        script = service.engine.script
+        service.engine.connected = connected
+        service.engine.script = lambda request: [EngineFailed("gone")]
+        assert (await service.chat(key="alice")).status_code >= 500
+        service.engine.connected, service.engine.script = True, script
+        assert (await service.chat(key="alice")).status_code == 200
+    assert usage(store)["alice"].errors == 1
+    assert usage(store)["alice"].requests == 1
+
+
+async def test_concurrent_requests_are_refused_beyond_their_limit_and_free_their_place(store):
+    gate = asyncio.Event()
+    async with serving(store, alice={"concurrent_requests": 2}) as service:
+        script = service.engine.script
+        service.engine.script = lambda request: [gate, *script(request)]
+        calls = [asyncio.create_task(service.chat(key="alice")) for _ in range(2)]
+        await until(lambda: len(service.engine.submitted) == 2)
+        refused = await service.chat(key="alice")
+        assert "concurrent_requests = 2" in refused.json()["error"]["message"]
+        gate.set()
+        assert [(await call).status_code for call in calls] == [200, 200]
+        assert (await service.chat(key="alice")).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+async def test_two_servers_on_one_store_share_a_limit(tmp_path, request, kind):
+    store = str(tmp_path / "penstock.db") if kind == "sqlite" else request.getfixturevalue("empty_postgres_url")
+    limits = {"tokens_per_day": 55}
+    async with serving(store, tmp_path, alice=limits) as one, serving(store, tmp_path, alice=limits) as two:
+        # Ten tokens and one.
+        calls = [server.complete([5] * 10, key="alice", max_tokens=1) for _ in range(5) for server in (one, two)]
+        statuses = [response.status_code for response in await asyncio.gather(*calls)]
+    assert sorted(statuses) == [200] * 5 + [429] * 5
+
+
+async def test_tenants_without_limits_need_no_store_to_be_served(tmp_path, store):
+    async with serving(store, alice={}, bob={"tokens_per_day": MANY}) as service:
+        service.context.tenancy.database.close()
+        for file in tmp_path.iterdir():
+            file.unlink()
+        (tmp_path / "penstock.db").mkdir()
+        assert (await service.chat(key="alice")).status_code == 200
+        refused = await service.chat(key="bob")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+        (tmp_path / "penstock.db").rmdir()
+        Database.open(store).close()
+        await until(lambda: "alice" in usage(store))
+    assert usage(store)["alice"].requests == 1
+
+
+async def test_without_a_store_only_tenants_without_limits_are_served(tmp_path):
+    async with serving(None, tmp_path, alice={}, bob={"tokens_per_day": MANY}) as service:
+        assert (await service.chat(key="alice")).status_code == 200
+        assert (await service.chat(key="bob")).json()["error"]["code"] == "store_unavailable"
+        assert len(service.engine.submitted) == 1
+
+
+async def test_openais_client_waits_as_long_as_it_is_told(store):
+    # 20 a minute: a new one fits after 3 s.
+    async with serving(store, alice={"requests_per_minute": 20}) as service:
+        database = service.context.tenancy.database
+        need = Need(input_tokens=0, most_output_tokens=0, output_is_stated=True)
+        alice = Caller("alice", KeyTerms(limits=Limits(requests_per_minute=20)))
+        while isinstance(await asyncio.to_thread(QuotaStore(database).admit, alice, need), Lease):
+            pass
+        async with (
+            listening(service.context) as url,
+            openai.AsyncOpenAI(api_key="alice", base_url=f"{url}/v1", max_retries=2) as client,
+        ):
+            answer = await client.completions.create(model="tiny", prompt="hi")
+            assert answer.choices[0].text
+    assert usage(store)["alice"].refused >= 1

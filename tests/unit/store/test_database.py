@@ -1,0 +1,106 @@
+"""The store's database: made once, private, refused where it is not ours, silent about what it holds."""
+
+import contextlib
+import stat
+import threading
+
+import pytest
+from sqlalchemy import select, update
+
+from penstock.errors import ConfigError, StoreUnavailable
+from penstock.store.database import Database, exists
+from penstock.store.location import default_location, shown
+from penstock.store.schema import SCHEMA_VERSION, state
+
+
+def version(database):
+    with database.reading() as connection:
+        return connection.execute(select(state.c.schema_version)).scalar_one()
+
+
+def test_a_new_store_has_the_schemas_version(any_database):
+    assert version(any_database) == SCHEMA_VERSION
+
+
+def test_a_store_can_be_opened_again(any_location):
+    for _ in range(2):
+        database = Database.open(any_location)
+        assert version(database) == SCHEMA_VERSION
+        database.close()
+
+
+def test_many_may_open_a_new_store_together(any_location):
+    failures = []
+
+    def start():
+        try:
+            Database.open(any_location).close()
+        except (ConfigError, StoreUnavailable) as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=start) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert failures == []
+
+
+def test_a_store_of_another_version_is_refused(any_location):
+    database = Database.open(any_location)
+    with database.writing() as connection:
+        connection.execute(update(state).values(schema_version=SCHEMA_VERSION + 1))
+    database.close()
+    with pytest.raises(ConfigError, match=f"version {SCHEMA_VERSION + 1}"):
+        Database.open(any_location)
+
+
+def test_a_transaction_that_fails_leaves_nothing(any_database):
+    with contextlib.suppress(ZeroDivisionError), any_database.writing() as connection:
+        connection.execute(update(state).values(keys_version=99))
+        raise ZeroDivisionError
+    with any_database.reading() as connection:
+        assert connection.execute(select(state.c.keys_version)).scalar_one() == 1
+
+
+def test_the_file_is_its_owners_alone(tmp_path):
+    path = tmp_path / "new" / "store.db"
+    Database.open(str(path)).close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("location", ["mysql://host/x", "postgresql://host:port/x", "redis://x", "sqlite://host/path"])
+def test_what_is_no_store_is_refused_with_what_would_be(location):
+    with pytest.raises(ConfigError, match="postgresql://"):
+        Database.open(location)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        Database.open(str(tmp_path / "file" / "store.db"))
+
+
+def test_a_file_that_is_no_database_is_unavailable_and_its_content_is_not_told(tmp_path):
+    path = tmp_path / "store.db"
+    path.write_text("a secret that is no database " * 100)
+    with pytest.raises(StoreUnavailable) as caught:
+        Database.open(str(path))
+    assert "secret" not in str(caught.value)
+
+
+def test_looking_for_a_store_makes_none(tmp_path):
+    path = tmp_path / "store.db"
+    assert not exists(str(path))
+    assert not path.exists()
+
+
+def test_a_password_is_never_shown():
+    assert shown("postgresql://me:hunter2@host/db") == "postgresql://me:***@host/db"
+    assert shown("/a/path") == "/a/path"
+
+
+def test_the_default_is_in_the_users_state_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert default_location() == str(tmp_path / "penstock" / "penstock.db")

@@ -1,0 +1,350 @@
+"""Limits: reserved, settled, exact to the millisecond, and the same for everybody on a store."""
+
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import LimitTooSmall
+from penstock.store.buckets import InUse
+from penstock.store.database import Database
+from penstock.store.ledger import UsageLedger
+from penstock.store.quotas import LEASE_SECONDS, Lease, Need, QuotaStore, Refusal, Spent, settle
+from penstock.tenants import Caller, KeyTerms, Limits
+from tests.unit.store.conftest import NOON
+
+
+def caller(name="alice", **limits):
+    return Caller(name, KeyTerms(limits=Limits(**limits)))
+
+
+def need(input_tokens=10, output=10, *, stated=True, answers=1):
+    return Need(input_tokens=input_tokens, most_output_tokens=output, output_is_stated=stated, num_answers=answers)
+
+
+def end(database, lease, **spent):
+    with database.writing() as connection:
+        settle(database, connection, [(lease, Spent(**spent))])
+
+
+@pytest.fixture
+def quotas(sqlite_database):
+    return QuotaStore(sqlite_database)
+
+
+def admitted(outcome):
+    assert isinstance(outcome, Lease), outcome
+    return outcome
+
+
+def refused(outcome):
+    assert isinstance(outcome, Refusal), outcome
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("limits", "name", "wait"),
+    [
+        ({"requests_per_minute": 2}, "requests_per_minute", 30.0),
+        ({"input_tokens_per_minute": 25}, "input_tokens_per_minute", 12.0),
+        ({"output_tokens_per_minute": 24}, "output_tokens_per_minute", 15.0),
+        ({"tokens_per_day": 50}, "tokens_per_day", 43200.0),
+    ],
+)
+def test_a_used_up_limit_is_named_with_the_wait_that_ends_it(quotas, clock, limits, name, wait):
+    alice = caller(**limits)
+    for _ in range(2):
+        admitted(quotas.admit(alice, need()))
+    refusal = refused(quotas.admit(alice, need()))
+    assert (refusal.limit, refusal.most, refusal.retry_after_seconds) == (name, limits[name], wait)
+    clock.now += wait - 0.01
+    refused(quotas.admit(alice, need()))
+    clock.now += 0.01
+    admitted(quotas.admit(alice, need()))
+
+
+def test_the_longest_of_several_waits_is_told(quotas):
+    alice = caller(requests_per_minute=1, tokens_per_day=30)
+    admitted(quotas.admit(alice, need()))
+    assert refused(quotas.admit(alice, need())).limit == "tokens_per_day"
+
+
+def test_a_refusal_uses_nothing(quotas, clock):
+    alice = caller(requests_per_minute=1)
+    admitted(quotas.admit(alice, need()))
+    for _ in range(50):
+        refused(quotas.admit(alice, need()))
+    clock.now += 60
+    admitted(quotas.admit(alice, need()))
+
+
+def test_what_was_not_used_comes_back_at_the_end(quotas, sqlite_database):
+    alice = caller(output_tokens_per_minute=100)
+    lease = admitted(quotas.admit(alice, need(output=100)))
+    refused(quotas.admit(alice, need(output=90)))
+    end(sqlite_database, lease, input_tokens=10, output_tokens=10)
+    admitted(quotas.admit(alice, need(output=90)))
+
+
+def test_a_request_turned_away_through_no_fault_of_its_own_costs_nothing(quotas, sqlite_database):
+    alice = caller(requests_per_minute=1, tokens_per_day=20)
+    end(sqlite_database, admitted(quotas.admit(alice, need())), requests=0)
+    admitted(quotas.admit(alice, need()))
+
+
+def test_an_answer_longer_than_its_estimate_delays_the_next(quotas, sqlite_database):
+    alice = caller(output_tokens_per_minute=600)
+    lease = admitted(quotas.admit(alice, need(output=5000, stated=False)))
+    assert lease.output_tokens == 256
+    end(sqlite_database, lease, output_tokens=1000)
+    assert refused(quotas.admit(alice, need(output=100))).retry_after_seconds == 50.0
+
+
+def test_the_estimate_is_learnt_from_the_tenants_answers(quotas, sqlite_database):
+    alice, bob = caller(output_tokens_per_minute=10**6), caller("bob", output_tokens_per_minute=10**6)
+    for _ in range(100):
+        lease = admitted(quotas.admit(alice, need(output=4000, stated=False, answers=2)))
+        end(sqlite_database, lease, output_tokens=20)
+    assert admitted(quotas.admit(alice, need(output=4000, stated=False))).output_tokens in (10, 11)
+    assert admitted(quotas.admit(bob, need(output=4000, stated=False))).output_tokens == 256
+
+
+def test_an_estimate_never_makes_a_request_wait_for_ever(quotas):
+    alice = caller(output_tokens_per_minute=50, tokens_per_day=30)
+    assert admitted(quotas.admit(alice, need(output=4000, stated=False))).output_tokens == 20
+
+
+@pytest.mark.parametrize(
+    ("limits", "param"),
+    [
+        ({"input_tokens_per_minute": 9}, None),
+        ({"output_tokens_per_minute": 9}, "max_tokens"),
+        ({"tokens_per_day": 19}, "max_tokens"),
+    ],
+)
+def test_what_can_never_fit_is_not_told_to_wait(quotas, limits, param):
+    with pytest.raises(LimitTooSmall) as caught:
+        quotas.admit(caller(**limits), need())
+    assert caught.value.param == param
+
+
+def test_concurrent_requests_are_counted_until_they_end(quotas, sqlite_database):
+    alice = caller(concurrent_requests=2)
+    first = admitted(quotas.admit(alice, need()))
+    admitted(quotas.admit(alice, need()))
+    assert refused(quotas.admit(alice, need())).limit == "concurrent_requests"
+    admitted(quotas.admit(caller("bob", concurrent_requests=1), need()))
+    end(sqlite_database, first)
+    admitted(quotas.admit(alice, need()))
+
+
+def test_a_killed_processs_leases_run_out_and_its_estimate_stands(quotas, sqlite_database, clock):
+    alice = caller(concurrent_requests=1, tokens_per_day=100)
+    lost = admitted(quotas.admit(alice, need(output=50)))
+    clock.now += LEASE_SECONDS + 1
+    admitted(quotas.admit(alice, need(output=10)))
+    end(sqlite_database, lost, output_tokens=0)
+    clock.now += LEASE_SECONDS + 1
+    assert refused(quotas.admit(alice, need(output=20))).limit == "tokens_per_day"
+
+
+def test_a_renewed_lease_does_not_run_out(quotas, clock):
+    alice = caller(concurrent_requests=1)
+    lease = admitted(quotas.admit(alice, need()))
+    for _ in range(5):
+        clock.now += LEASE_SECONDS - 1
+        quotas.renew([lease.id])
+    assert refused(quotas.admit(alice, need())).limit == "concurrent_requests"
+
+
+def test_nothing_is_settled_twice(quotas, sqlite_database):
+    alice = caller(tokens_per_day=100)
+    lease = admitted(quotas.admit(alice, need(output=50)))
+    for _ in range(3):
+        end(sqlite_database, lease, input_tokens=10, output_tokens=40)
+    assert refused(quotas.admit(alice, need(output=41))).limit == "tokens_per_day"
+    admitted(quotas.admit(alice, need(output=40)))
+
+
+def test_a_day_ends_at_midnight_utc_whenever_a_request_began(quotas, sqlite_database, clock):
+    alice = caller(tokens_per_day=30)
+    lease = admitted(quotas.admit(alice, need()))
+    clock.now += 43200
+    admitted(quotas.admit(alice, need()))
+    end(sqlite_database, lease, input_tokens=0, output_tokens=0)
+    refused(quotas.admit(alice, need()))
+
+
+def test_a_clock_set_back_gives_nothing_away_and_takes_nothing(quotas, clock):
+    alice = caller(requests_per_minute=1)
+    admitted(quotas.admit(alice, need()))
+    clock.now -= 3600
+    assert refused(quotas.admit(alice, need())).retry_after_seconds == 60.0
+    clock.now += 60
+    admitted(quotas.admit(alice, need()))
+
+
+def test_the_standing_is_told_with_the_admission(quotas):
+    alice = caller(requests_per_minute=10, input_tokens_per_minute=100)
+    standing = admitted(quotas.admit(alice, need(input_tokens=40))).standing
+    assert {name: (item.limit, item.remaining, item.reset_seconds) for name, item in standing.items()} == {
+        "requests_per_minute": (10, 9, 6.0),
+        "input_tokens_per_minute": (100, 60, 24.0),
+    }
+
+
+moves = st.lists(st.tuples(st.floats(0, 40), st.integers(1, 30), st.integers(1, 30)), max_size=30)
+
+
+@given(moves)
+def test_in_no_span_of_time_is_more_admitted_than_the_bucket_holds_and_leaks(moves):
+    limits = Limits(requests_per_minute=20, input_tokens_per_minute=60, output_tokens_per_minute=45)
+    in_use, now, taken = InUse(at=NOON), NOON, []
+    for seconds, input_tokens, output_tokens in moves:
+        now += seconds
+        in_use.move_to(now, limits)
+        waits = in_use.waits(limits, input_tokens=input_tokens, output_tokens=output_tokens)
+        if not any(waits.values()):
+            in_use.add(requests=1, input_tokens=input_tokens, output_tokens=output_tokens, day=in_use.day)
+            taken.append((now, 1, input_tokens, output_tokens))
+    for start in range(len(taken)):
+        for stop in range(start + 1, len(taken) + 1):
+            span = taken[stop - 1][0] - taken[start][0]
+            for index, limit in ((1, 20), (2, 60), (3, 45)):
+                assert sum(item[index] for item in taken[start:stop]) <= limit + limit * span / 60 + 0.1
+
+
+@given(moves, st.integers(1, 30), st.integers(1, 30))
+def test_a_request_fits_when_its_wait_is_over_and_not_sooner(moves, input_tokens, output_tokens):
+    limits = Limits(requests_per_minute=20, input_tokens_per_minute=60, output_tokens_per_minute=45)
+    in_use, now = InUse(at=NOON), NOON
+    for seconds, more_input, more_output in moves:
+        now += seconds / 10
+        in_use.move_to(now, limits)
+        in_use.add(requests=1, input_tokens=more_input, output_tokens=more_output, day=in_use.day)
+    wait = max(in_use.waits(limits, input_tokens=input_tokens, output_tokens=output_tokens).values())
+    if wait > 0.1:
+        in_use.move_to(now + wait - 0.1, limits)
+        assert any(in_use.waits(limits, input_tokens=input_tokens, output_tokens=output_tokens).values())
+    in_use.move_to(now + wait, limits)
+    assert not any(in_use.waits(limits, input_tokens=input_tokens, output_tokens=output_tokens).values())
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("admit"), st.sampled_from("ab"), st.integers(1, 40), st.integers(1, 40)),
+        st.tuples(st.just("end"), st.integers(0, 10), st.floats(0, 1), st.booleans()),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(steps)
+def test_reservations_and_settlements_add_up_to_the_truth(tmp_path_factory, steps):
+    database = Database.open(str(tmp_path_factory.mktemp("store") / "s.db"), clock=lambda: NOON)
+    quotas = QuotaStore(database)
+    terms = {"tokens_per_day": 300, "concurrent_requests": 3}
+    held: list[Lease] = []
+    used = {"a": 0, "b": 0}
+    for step in steps:
+        if step[0] == "admit":
+            _, name, input_tokens, output_tokens = step
+            outcome = quotas.admit(caller(name, **terms), need(input_tokens, output_tokens))
+            own = [lease for lease in held if lease.tenant == name]
+            fits = used[name] + input_tokens + output_tokens <= 300 and len(own) < 3
+            assert isinstance(outcome, Lease) == fits
+            if isinstance(outcome, Lease):
+                held.append(outcome)
+                used[name] += input_tokens + output_tokens
+        elif held:
+            lease = held.pop(step[1] % len(held))
+            spent = int(lease.output_tokens * step[2])
+            end(database, lease, input_tokens=lease.input_tokens, output_tokens=spent)
+            used[lease.tenant] += spent - lease.output_tokens
+    database.close()
+
+
+HAMMER = """
+import json, random, sys, threading
+from penstock.errors import StoreUnavailable
+from penstock.store.database import Database
+from penstock.store.ledger import add_usage
+from penstock.store.quotas import Lease, Need, QuotaStore, Spent, settle
+from penstock.tenants import Caller, Limits, KeyTerms, Usage
+
+location, name, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3])
+database = Database.open(location)
+caller = Caller("alice", KeyTerms(limits=Limits(tokens_per_day=1000, concurrent_requests=4)))
+spent_in_all, lock = 0, threading.Lock()
+
+def work(seed):
+    global spent_in_all
+    quotas, dice = QuotaStore(database), random.Random(f"{name}{seed}")
+    for _ in range(rounds):
+        need = Need(input_tokens=3, most_output_tokens=dice.randint(1, 20), output_is_stated=True)
+        lease = quotas.admit(caller, need)
+        if isinstance(lease, Lease):
+            output = dice.randint(0, need.most_output_tokens)
+            spent = Spent(input_tokens=3, output_tokens=output)
+            with database.writing() as connection:
+                settle(database, connection, [(lease, spent)])
+                usage = Usage(tenant="alice", model="m", day=lease.day, requests=1, prompt_tokens=3,
+                              output_tokens=output)
+                add_usage(connection, [usage])
+            with lock:
+                spent_in_all += 3 + output
+
+threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(json.dumps(spent_in_all))
+"""
+
+
+def test_several_processes_on_one_store_never_pass_a_limit_and_lose_nothing(any_location):
+    database = Database.open(any_location)
+    command = [sys.executable, "-c", HAMMER, any_location]
+    processes = [
+        subprocess.Popen([*command, f"p{number}", "30"], stdout=subprocess.PIPE, text=True) for number in range(3)
+    ]
+    spent = sum(json.loads(process.communicate(timeout=120)[0]) for process in processes)
+    (entry,) = UsageLedger(database).read()
+    assert entry.prompt_tokens + entry.output_tokens == spent
+    assert 1000 - 23 < spent <= 1000, "used up, and not a token more"
+    left = QuotaStore(database).admit(caller(tokens_per_day=1000), need(0, 1000 - spent or 1))
+    assert isinstance(left, Lease) == (spent < 1000), "what is left is exactly what nobody used"
+    database.close()
+
+
+def test_threads_never_run_more_requests_at_once_than_allowed(any_database):
+    alice = caller(concurrent_requests=3)
+    running, most, ended, lock = 0, 0, 0, threading.Lock()
+
+    def work():
+        nonlocal running, most, ended
+        quotas = QuotaStore(any_database)
+        for _ in range(10):
+            lease = quotas.admit(alice, need())
+            if isinstance(lease, Lease):
+                with lock:
+                    running += 1
+                    most = max(most, running)
+                with lock:
+                    running -= 1
+                    ended += 1
+                end(any_database, lease)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert 0 < most <= 3
+    assert ended > 3
+    for _ in range(3):
+        admitted(QuotaStore(any_database).admit(alice, need()))
