@@ -12,6 +12,7 @@ from penstock.config import gather
 from penstock.engine.builder import BuiltEngine
 from penstock.engine.client import EngineClient
 from penstock.engine.config import EngineConfig
+from penstock.engine.memory_plan import MemoryPlan
 from penstock.engine.process import EngineProcess
 from penstock.engine.setup import EngineSetup
 from penstock.engine.timeline import Timeline
@@ -27,6 +28,18 @@ SPEC = ModelSpec(
     max_position=64, norm_eps=1e-5, layers=(LayerSpec(),), ropes=(RopeSpec(theta=1e4, rotary_dim=8),),
 )  # fmt: skip
 CONFIG = EngineConfig(
+    memory=MemoryPlan(
+        device="none",
+        free_bytes=0,
+        weight_bytes=0,
+        kv_bytes=0,
+        workspace_bytes=0,
+        graph_bytes=0,
+        block_tokens=16,
+        num_blocks=0,
+        max_context_tokens=64,
+        max_running=4,
+    ),
     device="cpu", threads=1, precision="auto", dtype="float32", attention_backend="reference", max_context_tokens=64,
     max_running=4, max_step_tokens=16, max_waiting=10, block_tokens=BLOCK, num_blocks=33, num_host_slots=0,
     prefix_cache=True, speculative="none", draft_tokens=0,
