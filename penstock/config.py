@@ -79,9 +79,6 @@ class Options:
         "both",
         choices=("both", "prefill"),
     )
-    canary_seconds: float = _option(
-        "scheduler", "Seconds between checks of the KV cache with a prompt whose answer is known; 0: none", 0.0, low=0.0
-    )
 
     host: str = _option("server", "Address to listen on; beyond loopback needs keys", "127.0.0.1")
     port: int = _option("server", "Port to listen on", 8000, low=0, high=65535)

@@ -1,8 +1,9 @@
 """A prompt whose answer is known, asked again and again: if the answer changes, the KV cache holds what it should not.
 
-The first answer is computed, later ones come from cached blocks, as any shared prefix would. A wrong one takes every
-block's name away, so that nobody is served from the cache as it was, and is told until an answer is right again. Knows
-nothing of sockets; its own requests and events never leave the engine process.
+The first answer is computed, later ones come from cached blocks, as any shared prefix would; how far the second is from
+the first tells how exact this device and precision are. A wrong answer takes every block's name away, so that nobody is
+served from the cache as it was, and is told until an answer is right again. Knows nothing of sockets; its own requests
+and events never leave the engine process.
 """
 
 import logging
@@ -22,8 +23,10 @@ _CLIENT = b"\x00canary"
 _TENANT = "\x00canary"
 
 _NUM_COMPARED = 5  # of the likeliest tokens
-# Between log-probabilities. Steps of other sizes and chunks round otherwise, by a tenth of this at most.
+# Between log-probabilities, at the least: steps of other sizes and chunks round otherwise.
 _TOLERANCE = 0.25
+_MAX_TOLERANCE = 2.0
+_MARGIN = 4.0  # times the distance between the first two answers
 _RETRY_SECONDS = 1.0
 _MAX_ERRORS = 3
 
@@ -39,10 +42,11 @@ class Canary:
         self._engine = engine
         self._interval_seconds = interval_seconds
         self._clock = clock
-        self._due = clock()
+        self._due = clock() + interval_seconds
         self._asked = False
         self._num_errors = 0  # in a row
         self._expected: dict[int, float] | None = None
+        self._tolerance: float | None = None
         config, block_tokens = engine.scheduler.config, engine.scheduler.cache.block_tokens
         # Two whole blocks and the one token that is always computed.
         length = min(2 * block_tokens + 1, config.max_context_tokens - 1)
@@ -83,7 +87,12 @@ class Canary:
         found = dict(event.logprobs[0].top)
         if self._expected is None:
             self._expected = dict(event.logprobs[0].top[:_NUM_COMPARED])
-        elif all(abs(found.get(token, -1e9) - known) <= _TOLERANCE for token, known in self._expected.items()):
+            self._due = self._clock()
+            return
+        distance = max(abs(found.get(token, -1e9) - known) for token, known in self._expected.items())
+        if self._tolerance is None:
+            self._tolerance = max(_TOLERANCE, min(_MARGIN * distance, _MAX_TOLERANCE))
+        if distance <= self._tolerance:
             self.fault = None
         else:
             self._fail()

@@ -16,6 +16,8 @@ DTYPES = tuple(_ITEM_BYTES)
 # Without a stated limit the KV cache takes this share of what nothing else needs: a GPU's, but little of a shared host.
 _KV_SHARE = {"cpu": 0.25, "cuda": 1.0}
 
+CANARY_SECONDS = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
@@ -55,7 +57,7 @@ class EngineConfig:
     role: str = "both"
     memory: MemoryPlan
     device_kind: str = "cpu"  # cpu or cuda: what the device is, or is like
-    canary_seconds: float = 0.0
+    canary_seconds: float = 0.0  # between questions to the KV cache whose answer is known; 0: none
 
 
 def resolve(sourced: Sourced, spec: ModelSpec, facts: DeviceFacts) -> tuple[EngineConfig, list[Setting]]:
@@ -109,7 +111,6 @@ class _Resolver:
             "speculative",
             "draft_tokens",
             "role",
-            "canary_seconds",
         ):
             self._note(name, getattr(options, name), self.sourced.why(name))
         config = EngineConfig(
@@ -131,7 +132,8 @@ class _Resolver:
             speculative=options.speculative,
             draft_tokens=options.draft_tokens,
             role=options.role,
-            canary_seconds=options.canary_seconds,
+            # Without blocks that hold numbers and are found again there is nothing to watch.
+            canary_seconds=CANARY_SECONDS if options.prefix_cache and not facts.is_simulated else 0.0,
         )
         return config, self.settings
 

@@ -7,6 +7,10 @@ from tests.architecture.source_tree import modules
 # Who may look at the wall clock, and for what: to tell people or other machines a date, never to measure or to wait.
 STAMPS = {
     "commands.profile": "the date of a profile",
+    "commands.usage": "today, as the first day to show",
+    "server.auth": "when keys expire, which is a date",
+    "server.quota": "the day that usage is booked to",
+    "store.database": "moments that several servers share: they have no other clock in common",
     "server.worker": "when the server started, for /v1/models",
     "server.routes.chat": "`created` of an answer",
     "server.routes.completions": "`created` of an answer",

@@ -38,7 +38,6 @@ OPTIONS = [
     "speculative",
     "draft_tokens",
     "role",
-    "canary_seconds",
     "host",
     "port",
     "workers",

@@ -41,8 +41,7 @@ def server(running_server: ServerProcess) -> ServerProcess:
 
 @pytest.fixture(scope="module")
 def faulty_server(model: Path) -> Iterator[ServerProcess]:
-    arguments = (str(model), *DUMMY, "--canary-seconds", "0.5")
-    with ServerProcess(*arguments, module="tests.faults.faulty_server") as running:
+    with ServerProcess(str(model), *DUMMY, module="tests.faults.faulty_server") as running:
         yield running.wait_ready()
 
 

@@ -1,5 +1,6 @@
 """An engine process whose model breaks when it meets certain tokens. Started in place of the real one by tests."""
 
+import dataclasses
 import sys
 import time
 
@@ -32,7 +33,7 @@ def build(*given: object, **named: object) -> BuiltEngine:
         return hidden
 
     runner._model.forward = faulty  # type: ignore[attr-defined]
-    return built
+    return dataclasses.replace(built, config=dataclasses.replace(built.config, canary_seconds=0.5))
 
 
 if __name__ == "__main__":
