@@ -20,7 +20,9 @@ from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs, wa
 MAX_ROWS = 16
 # Programs that keep the memory of a large device busy: a narrow weight is cut along its depth until there are as many.
 _WANTED_PROGRAMS = 192
-_NARROW, _WIDE, _WIDEST = 1024, 16_384, 65_536
+_WIDE, _WIDEST = 16_384, 65_536
+# Weights of so many rows and numbers are multiplied with one row by the kernel made for that: those that were measured.
+_ROW_MIN_WIDTH, _ROW_MAX_NUMBERS = 1024, 12 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +161,8 @@ def choose_band(width: int, depth: int) -> Band | None:
 
 
 def choose_row_band(width: int, depth: int) -> RowBand | None:
-    """As `choose_band`, for one row; None as well where the other kernel is as fast."""
-    if not _NARROW <= width < _WIDE or width % 8 or depth % 512:
+    """As `choose_band`, for one row; None leaves it to the other kernel."""
+    if width < _ROW_MIN_WIDTH or width * depth > _ROW_MAX_NUMBERS or width % 8 or depth % 512:
         return None
     if width // 8 >= 512:
         return RowBand(rows=8, depth=512, num_warps=2, num_stages=4)

@@ -2,7 +2,8 @@
 
 A kernel that is launched with `overlap_options` must call `wait_for_inputs` before it touches anything that an earlier
 kernel may write or read: that returns once all earlier kernels of the stream are done. Every kernel that takes part
-waits, so the order holds along a whole chain. Knows devices only.
+waits, so the order holds along a whole chain. One thing may be touched earlier: what was written before the launch
+right before this one, where that one waits too. Knows devices only.
 """
 # mypy: allow-untyped-defs, allow-untyped-decorators
 
@@ -19,8 +20,8 @@ from torch import Tensor
 def wait_for_inputs(OVERLAP: tl.constexpr):
     """Wait for the kernels before this one, then let the one after it be set up.
 
-    In this order: so the one after may read, before it waits, what was written before this one started. And a kernel
-    set up earlier than that was measured to cost more than it saves.
+    In this order: the one after starts once all that came before this one is done. Setting it up earlier than that was
+    measured to cost more than it saves.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
