@@ -82,8 +82,8 @@ def test_the_last_bits_of_the_logits_do_not_change_the_draw() -> None:
 
 
 def test_draws_follow_the_distribution() -> None:
-    count, vocab = 30 * DRAWS, 6
-    row = torch.linspace(0.0, 2.0, vocab, device=DEVICE)
+    count, vocab = 12 * DRAWS, 4
+    row = torch.linspace(0.0, 1.5, vocab, device=DEVICE)
     temperature = 0.8
     found, _ = draw(
         row.expand(count, -1).contiguous(),
@@ -93,8 +93,8 @@ def test_draws_follow_the_distribution() -> None:
     )
     expected = torch.softmax(row.double() / temperature, dim=-1) * count
     seen = torch.bincount(found, minlength=vocab).double()
-    # Chi-square with five degrees of freedom passes 20.5 once in a thousand.
-    assert float(((seen - expected).square() / expected).sum()) < 20.5
+    # Chi-square with three degrees of freedom passes 16.3 once in a thousand.
+    assert float(((seen - expected).square() / expected).sum()) < 16.3
 
 
 def test_a_temperature_next_to_zero_takes_the_best_token() -> None:
