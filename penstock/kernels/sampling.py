@@ -13,10 +13,14 @@ from torch import Tensor
 # Candidates that top-p looks at before it falls back to sorting the whole vocabulary.
 _TOP_CANDIDATES = 1024
 
-# The least and the largest noise that 24 bits give are this far apart.
-_NOISE_RANGE = 20.5
+# The least and the largest noise that 23 bits give are this far apart.
+_NOISE_RANGE = 19.5
+
+# Below this temperature scores would overflow; it already takes the best token unless others equal it.
+_LEAST_TEMPERATURE = 1e-5
 
 _MASK = (1 << 64) - 1
+_LOW = (1 << 32) - 1
 
 
 def _as_signed(value: int) -> int:
@@ -46,9 +50,17 @@ def _keys(seeds: Tensor, positions: Tensor) -> Tensor:
     return _mix(_mix(seeds + _INCREMENT) + positions * _INCREMENT)
 
 
-def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return one number in [0, 1) for each (seed, position). seeds, positions: [n] int64 -> [n] float32."""
-    return _shift_right(_keys(seeds, positions), 40).to(torch.float32) * 2.0**-24
+def noise(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Return what is added to each token's score, of Gumbel's distribution. keys, tokens: int64 -> float32.
+
+    A hash of 32 bits, because the CUDA kernel does the same for every token of the vocabulary.
+    """
+    mixed = (tokens * 0x9E3779B1 + (keys & _LOW)) & _LOW
+    mixed = ((mixed ^ (mixed >> 16)) * 0x85EBCA6B + _shift_right(keys, 32)) & _LOW
+    mixed = ((mixed ^ (mixed >> 13)) * 0xC2B2AE35) & _LOW
+    # 23 bits and a half are exact in float32, neither zero nor one, and small where the noise is large.
+    share = (((mixed ^ (mixed >> 16)) >> 9).to(torch.float32) + 0.5) * 2.0**-23
+    return -torch.log(-torch.log1p(-share))
 
 
 def best(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,7 +71,7 @@ def best(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """Draw from each row's whole distribution. logits: [n, vocab]; the rest: [n] -> [n] int64."""
-    scores = logits / temperatures[:, None]
+    scores = logits / temperatures.clamp(min=_LEAST_TEMPERATURE)[:, None]
     # No noise closes a wider gap, so the rest of the vocabulary needs none.
     reachable = ~(scores < scores.amax(dim=-1, keepdim=True) - _NOISE_RANGE)
     keys = _keys(seeds, positions)
@@ -110,9 +122,7 @@ def _needs_more(ranked: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> 
 
 def _winner(scores: Tensor, tokens: Tensor, key: Tensor) -> Tensor:
     """Return the token whose score and noise are highest. scores, tokens: [candidates]; key: [] int64."""
-    bits = _shift_right(_mix(key + tokens * _INCREMENT), 40).to(torch.float32)
-    noise = -torch.log(-torch.log((bits + 0.5) * 2.0**-24))  # Gumbel's distribution
-    return tokens[(scores + noise).argmax()]
+    return tokens[(scores + noise(key, tokens)).argmax()]
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

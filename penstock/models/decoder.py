@@ -26,7 +26,8 @@ class DecoderLayer:
     """Attention and feed-forward around the residual stream.
 
     A layer takes the update of the layer before, adds it to the stream together with its own first norm, and returns
-    an update that is not added yet: so every addition is fused with the norm that follows it.
+    an update that is not added yet: so every addition is fused with the norm that follows it. Where a product can add
+    to the stream itself there is no update, and the norm is left to the product that follows.
     """
 
     def __init__(
@@ -50,17 +51,24 @@ class DecoderLayer:
 
     def forward(
         self, update: Tensor | None, residual: Tensor, rotations: list[Tensor], attention: AttentionBackend
-    ) -> Tensor:
+    ) -> Tensor | None:
         """update, residual: [tokens, hidden]; the residual stream advances in place."""
-        norm = self.attention_norm
-        x = norm.apply(residual) if update is None else norm.add(update, residual)
-        x = self.attention.forward(x, rotations[self.rope], attention)
-        if self.post_attention_norm is not None:
-            x = self.post_attention_norm.apply(x)
-        x = self.feed_forward.forward(self.feed_forward_norm.add(x, residual))
-        if self.post_feed_forward_norm is not None:
-            x = self.post_feed_forward_norm.apply(x)
-        return x
+        x, norm = _enter(self.attention_norm, update, residual)
+        stream = residual if self.post_attention_norm is None else None
+        update = self.attention.advance(x, norm, rotations[self.rope], attention, stream)
+        if self.post_attention_norm is not None and update is not None:
+            update = self.post_attention_norm.apply(update)
+        x, norm = _enter(self.feed_forward_norm, update, residual)
+        stream = residual if self.post_feed_forward_norm is None else None
+        update = self.feed_forward.advance(x, norm, stream)
+        if self.post_feed_forward_norm is not None and update is not None:
+            update = self.post_feed_forward_norm.apply(update)
+        return update
+
+
+def _enter(norm: Norm, update: Tensor | None, residual: Tensor) -> tuple[Tensor, Norm | None]:
+    """Add the update, if there is one, to the stream; return what goes on, and the norm if it is still to come."""
+    return (residual, norm) if update is None else (norm.add(update, residual), None)
 
 
 class Decoder:
@@ -98,8 +106,7 @@ class Decoder:
         update: Tensor | None = None
         for layer in self.layers:
             update = layer.forward(update, residual, rotations, attention)
-        assert update is not None
-        return residual.add_(update)
+        return residual if update is None else residual.add_(update)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

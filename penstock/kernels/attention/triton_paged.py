@@ -17,6 +17,7 @@ from penstock.kernels.attention.interface import AttentionBackend, AttentionStep
 
 if TYPE_CHECKING:
     from penstock.kernels.triton.paged_decode import DecodeWorkspace, Splits
+    from penstock.kernels.triton.prefill_kernels import PrefillKernel
 
 
 class TritonPagedAttention(AttentionBackend):
@@ -36,6 +37,7 @@ class TritonPagedAttention(AttentionBackend):
         self._largest = max(layers, key=lambda layer: layer.num_heads * layer.head_dim)
         self._workspaces: list[DecodeWorkspace] = []
         self._side_stream = torch.cuda.Stream() if is_cuda else None
+        self._prefill_kernels: dict[LayerAttention, PrefillKernel] = {}
 
     def prepare(self, step: AttentionStep) -> None:
         assert step.lens is not None and step.starts is not None
@@ -88,10 +90,14 @@ class TritonPagedAttention(AttentionBackend):
 
     def _tile_sizes(self) -> list[int]:
         """In tokens, of all layers."""
-        from penstock.kernels.triton.paged_prefill import prefill_tile
+        return sorted({self._prefill_kernel(layer).tile_tokens for layer in set(self.layers)})
 
-        dtype = self.kv_pool[0].dtype
-        return sorted({prefill_tile(layer, dtype).tokens(layer) for layer in set(self.layers)})
+    def _prefill_kernel(self, layer: LayerAttention) -> "PrefillKernel":
+        from penstock.kernels.triton.prefill_kernels import prefill_kernel
+
+        if layer not in self._prefill_kernels:
+            self._prefill_kernels[layer] = prefill_kernel(layer, self.kv_pool[0])
+        return self._prefill_kernels[layer]
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         keys, values = self.kv_pool[layer].flatten(1, 2)  # [slots, kv_heads, head_dim] each
@@ -147,15 +153,12 @@ class TritonPagedAttention(AttentionBackend):
         return torch.cuda.stream(self._side)
 
     def _prefill(self, q: Tensor, out: Tensor, layer: int) -> None:
-        from penstock.kernels.triton.paged_prefill import paged_prefill, prefill_tile
-
-        shape, pool, step = self.layers[layer], self.kv_pool[layer], self._step
-        tile = prefill_tile(shape, pool.dtype)
-        tile_tokens = tile.tokens(shape)
-        if tile_tokens not in self._tiles:
-            self._tiles[tile_tokens] = self._list_tiles(tile_tokens)
-        tiles = self._tiles[tile_tokens]
-        paged_prefill(q, pool, step.block_tables, self._lens, self._starts, tiles, out, shape, tile)
+        shape, step = self.layers[layer], self._step
+        kernel = self._prefill_kernel(shape)
+        if kernel.tile_tokens not in self._tiles:
+            self._tiles[kernel.tile_tokens] = self._list_tiles(kernel.tile_tokens)
+        tiles = self._tiles[kernel.tile_tokens]
+        kernel.run(q, self.kv_pool[layer], step.block_tables, self._lens, self._starts, tiles, out, shape)
 
     def _split(self, step: AttentionStep) -> "Splits":
         from penstock.kernels.triton.paged_decode import DecodeWorkspace, choose_splits

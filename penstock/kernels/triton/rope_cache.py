@@ -43,6 +43,7 @@ def _rope_cache_kernel(
     inside = (head < QUERY_HEADS + 2 * KEY_HEADS) & (dim < HEAD_DIM)
     at = heads_ptr + token * token_stride + head * HEAD_DIM + dim
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32)  # [HEADS, BLOCK]
+    slot = tl.load(slots_ptr + token)  # read here and not where it is used: no load may pass the store before that
     is_turned = head < QUERY_HEADS + KEY_HEADS
     if NORM:
         weight = tl.load(weight_ptr + head * HEAD_DIM + dim, mask=is_turned & (dim < HEAD_DIM), other=0.0)
@@ -59,7 +60,6 @@ def _rope_cache_kernel(
     x = tl.reshape(turned, (HEADS, BLOCK)).to(heads_ptr.dtype.element_ty)
 
     tl.store(at, x, mask=inside & is_turned)
-    slot = tl.load(slots_ptr + token)
     cached = head - QUERY_HEADS - tl.where(is_turned, 0, KEY_HEADS)  # which key or value head
     into = pool_ptr + slot * (KEY_HEADS * HEAD_DIM) + tl.where(is_turned, 0, value_offset) + cached * HEAD_DIM + dim
     tl.store(into, x.to(pool_ptr.dtype.element_ty), mask=inside & (head >= QUERY_HEADS) & (slot >= 0))

@@ -1,11 +1,9 @@
 """Tokens from logits on CUDA: no sort, no host, one launch for a whole step.
 
-Two kernels. `sample` serves rows that take the best token or draw from the whole distribution: the row is cut into
-parts, and the program that ends last finds the part the draw falls into and looks only there. `sample_filtered` also
-does top-k, min-p and top-p: it closes in on the lowest logit that stays by counting, a few passes over the row. Both
-draw by one uniform number from (seed, position), the one that `kernels.sampling.uniform` gives. A filtered draw adds up
-tokens in the order of the vocabulary, so it may give another token than the ranked order of
-`kernels.sampling.draw_filtered` does for the same number; the distribution is the same. Never hears of a request.
+Two kernels. `sample` serves rows that take the best token or draw from the whole distribution: one pass over the row,
+cut into parts, of which the program that ends last takes the best. `sample_filtered` also does top-k, min-p and top-p:
+it closes in on the lowest logit that stays by counting, a few passes over the row. Both give each token the noise that
+`kernels.sampling.noise` gives it, so that they draw what that module draws, up to rounding. Never hears of a request.
 """
 # mypy: allow-untyped-defs, allow-untyped-decorators
 
@@ -15,24 +13,27 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs
 from penstock.kernels.triton.sizes import ceil_divide, power_of_2
 
-_BLOCK = 2048
+_BLOCK = 1024
 _MAX_PARTS = 64
 # Parts of all rows together that keep a large device's memory busy.
 _WANTED_PARTS = 1024
 _FILTER_BLOCK = 4096
 _FILTER_WARPS = 16
+# As in `kernels.sampling`.
+_LEAST_TEMPERATURE = tl.constexpr(1e-5)
 
 
 @dataclass(slots=True)
 class SamplingWorkspace:
     """Room for the parts of one launch of `sample` at a time. `arrivals` is zero between launches."""
 
-    numbers: Tensor  # [2, rows, parts] float32: each part's highest logit and sum of weights
-    tokens: Tensor  # [rows, parts] int32: where the highest is
+    numbers: Tensor  # [2, rows, parts] float32: each part's highest logit and highest score
+    tokens: Tensor  # [rows, parts] int32: which token has the highest score
     arrivals: Tensor  # [rows] int32
 
     @classmethod
@@ -52,11 +53,30 @@ def _mix(x):
 
 
 @triton.jit
-def _uniform(seed, position):
-    """splitmix64 of (seed, position), as a number in [0, 1)."""
+def _key(seed, position):
+    """splitmix64 of (seed, position): what decides a draw."""
     mixed = _mix(seed.to(tl.uint64) + 0x9E3779B97F4A7C15)
-    mixed = _mix(mixed + position.to(tl.uint64) * 0x9E3779B97F4A7C15)
-    return (mixed >> 40).to(tl.float32) * 5.9604644775390625e-08
+    return _mix(mixed + position.to(tl.uint64) * 0x9E3779B97F4A7C15)
+
+
+@triton.jit
+def _log(x, FAST: tl.constexpr):
+    """The library's logarithm is exact to the last bit and a dozen times the work of the device's own."""
+    return libdevice.fast_logf(x) if FAST else tl.log(x)
+
+
+@triton.jit
+def _noise(key, token, FAST: tl.constexpr):
+    """As `kernels.sampling.noise`."""
+    mixed = token.to(tl.uint32) * 0x9E3779B1 + key.to(tl.uint32)
+    mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6B + (key >> 32).to(tl.uint32)
+    mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35
+    mixed = mixed ^ (mixed >> 16)
+    # A float between one and two with these bits behind the point, less one, plus half a step.
+    share = ((mixed >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
+    # Where the share is small the noise is large and must be right: there -log(1 - share) is a series.
+    series = share * (1.0 + share * (0.5 + share * (0.3333333333333333 + share * 0.25)))
+    return -_log(tl.where(share < 0.03125, series, -_log(1.0 - share, FAST)), FAST)
 
 
 @triton.jit
@@ -67,41 +87,10 @@ def _read(row_ptr, column, inside):
 
 
 @triton.jit
-def _weigh(x, highest, sharpness):
-    """exp((x - highest) / temperature), and zero for a logit of minus infinity."""
-    return tl.where(x == float("-inf"), 0.0, tl.exp((x - highest) * sharpness))
-
-
-@triton.jit
-def _scan(row_ptr, begin, end, highest, sharpness, before, target, BLOCK: tl.constexpr):
-    """Return the first token from `begin` on whose running sum exceeds the target; failing that, the last with weight.
-
-    `before` is the sum of what precedes `begin`.
-    """
-    found = end
-    last = begin
-    start = begin
-    while (start < end) & (found == end):
-        column = tl.multiple_of(start, BLOCK) + tl.arange(0, BLOCK)
-        inside = column < end
-        weights = _weigh(_read(row_ptr, column, inside), highest, sharpness)
-        sums = before + tl.cumsum(weights, axis=0)
-        found = tl.min(tl.where(inside & (sums > target) & (weights > 0.0), column, end), axis=0)
-        last = tl.maximum(last, tl.max(tl.where(weights > 0.0, column, begin), axis=0))
-        before += tl.sum(weights, axis=0)
-        start += BLOCK
-    return tl.where(found == end, last, found)
-
-
-@triton.jit
-def _pick_part(weights, number, PARTS: tl.constexpr):
-    """Return the part that the draw falls into, the sum of the parts before it, and the sum to be exceeded."""
-    every = tl.arange(0, PARTS)
-    sums = tl.cumsum(weights, axis=0)
-    target = number * tl.sum(weights, axis=0)
-    last = tl.max(tl.where(weights > 0.0, every, 0), axis=0)
-    picked = tl.min(tl.where((sums > target) & (weights > 0.0), every, last), axis=0)
-    return picked, tl.sum(tl.where(every < picked, weights, 0.0), axis=0), target
+def _lowest_of_best(scores, tokens):
+    """Return the highest score and its token, the lowest among equals."""
+    best = tl.max(scores, axis=0)
+    return best, tl.min(tl.where(scores == best, tokens, 2147483647), axis=0)
 
 
 @triton.jit(
@@ -128,6 +117,7 @@ def _sample_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     FILE: tl.constexpr,
+    FAST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
@@ -135,30 +125,30 @@ def _sample_kernel(
     part = tl.program_id(1)
     row_ptr = logits_ptr + row * logits_stride
     temperature = tl.load(temperatures_ptr + row)
-    sharpness = 1.0 / tl.where(temperature > 0.0, temperature, 1.0)
+    sharpness = 1.0 / tl.where(temperature > 0.0, tl.maximum(temperature, _LEAST_TEMPERATURE), 1.0)
     part_size = part_blocks * BLOCK
     begin = part * part_size
     end = tl.minimum(begin + part_size, VOCAB)
 
-    highest = tl.full([], float("-inf"), tl.float32)
-    token = begin
-    total = tl.zeros([], tl.float32)
+    key = _key(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+    # Everything by lanes until the end: adding up across threads is what costs.
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    scores = tl.full([BLOCK], float("-inf"), tl.float32)
+    tokens = begin + tl.arange(0, BLOCK)
     for start in range(begin, end, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = _read(row_ptr, column, column < end)
-        tile_highest, tile_token = tl.max(x, axis=0, return_indices=True)
-        token = tl.where(tile_highest > highest, start + tile_token, token)
-        higher = tl.maximum(highest, tile_highest)
+        highest = tl.maximum(highest, x)
+        score = x * sharpness
         if temperature > 0.0:
-            # A part may hold nothing but minus infinity, or infinity itself: keep NaN out of the sums.
-            level = tl.where(tl.abs(higher) == float("inf"), 0.0, higher)
-            shrink = tl.where(total > 0.0, tl.exp((highest - level) * sharpness), 0.0)
-            total = total * shrink + tl.sum(_weigh(x, level, sharpness), axis=0)
-        highest = higher
+            score += _noise(key, column, FAST)
+        tokens = tl.where(score > scores, column, tokens)
+        scores = tl.maximum(scores, score)
+    score, token = _lowest_of_best(scores, tokens)
 
     place = row * PARTS + part
-    tl.store(part_numbers_ptr + place, highest)
-    tl.store(part_numbers_ptr + capacity * PARTS + place, total)
+    tl.store(part_numbers_ptr + place, tl.max(highest, axis=0))
+    tl.store(part_numbers_ptr + capacity * PARTS + place, score)
     tl.store(part_tokens_ptr + place, token)
     # Every thread's part must be written before the arrival is counted.
     tl.debug_barrier()
@@ -169,18 +159,11 @@ def _sample_kernel(
         places = row * PARTS + every
         # Written by other multiprocessors during this launch: read past the first-level cache.
         highs = tl.load(part_numbers_ptr + places, mask=there, other=float("-inf"), cache_modifier=".cg")
-        highest, winner = tl.max(highs, axis=0, return_indices=True)
-        chosen = tl.load(part_tokens_ptr + row * PARTS + winner, cache_modifier=".cg")
-        tl.store(best_ptr + row, highest)
-        # Rows of infinities cannot be drawn from; their best says that they are broken.
-        if (temperature > 0.0) & (tl.abs(highest) < float("inf")):
-            totals = tl.load(part_numbers_ptr + capacity * PARTS + places, mask=there, other=0.0, cache_modifier=".cg")
-            weights = tl.where(totals > 0.0, totals * tl.exp((highs - highest) * sharpness), 0.0)
-            number = _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
-            picked, before, target = _pick_part(weights, number, PARTS)
-            begin = picked * part_size
-            end = tl.minimum(begin + part_size, VOCAB)
-            chosen = _scan(row_ptr, begin, end, highest, sharpness, before, target, BLOCK)
+        score_at = part_numbers_ptr + capacity * PARTS + places
+        part_scores = tl.load(score_at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        part_tokens = tl.load(part_tokens_ptr + places, mask=there, other=2147483647, cache_modifier=".cg")
+        _, chosen = _lowest_of_best(part_scores, part_tokens)
+        tl.store(best_ptr + row, tl.max(highs, axis=0))
         tl.store(tokens_ptr + row, chosen.to(tl.int64))
         if FILE:
             tl.store(table_ptr + tl.load(places_ptr + row), chosen.to(tl.int32))
@@ -242,6 +225,7 @@ def sample(
         PARTS=_MAX_PARTS,
         BLOCK=_BLOCK,
         FILE=table is not None,
+        FAST=logits.is_cuda,
         num_warps=4,
         **overlap_options(logits),
     )
@@ -338,36 +322,33 @@ def _equals_needed(missing, edge, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def _scan_kept(row_ptr, highest, sharpness, low, high, num_between, number, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def _draw_kept(
+    row_ptr,
+    highest,
+    sharpness,
+    low,
+    high,
+    num_between,
+    key,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
+):
     """Draw among the tokens that reach `high` and the first `num_between` of those that only reach `low`."""
-    total = tl.zeros([], tl.float32)
+    scores = tl.full([BLOCK], float("-inf"), tl.float32)
+    tokens = tl.arange(0, BLOCK)
     passed = tl.zeros([], tl.int32)
     for start in range(0, VOCAB, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        level = (_read(row_ptr, column, column < VOCAB) - highest) * sharpness
+        x = _read(row_ptr, column, column < VOCAB)
+        level = (x - highest) * sharpness
         between = ((level >= low) & (level < high)).to(tl.int32)
         kept = (level >= high) | ((between > 0) & (passed + tl.cumsum(between, axis=0) <= num_between))
-        total += tl.sum(tl.where(kept, tl.exp(level), 0.0), axis=0)
         passed += tl.sum(between, axis=0)
-    target = number * total
-    found = tl.full([], VOCAB, tl.int32)
-    last = tl.zeros([], tl.int32)
-    before = tl.zeros([], tl.float32)
-    passed = tl.zeros([], tl.int32)
-    start = tl.zeros([], tl.int32)
-    while (start < VOCAB) & (found == VOCAB):
-        column = tl.multiple_of(start, BLOCK) + tl.arange(0, BLOCK)
-        level = (_read(row_ptr, column, column < VOCAB) - highest) * sharpness
-        between = ((level >= low) & (level < high)).to(tl.int32)
-        kept = (level >= high) | ((between > 0) & (passed + tl.cumsum(between, axis=0) <= num_between))
-        weights = tl.where(kept, tl.exp(level), 0.0)
-        sums = before + tl.cumsum(weights, axis=0)
-        found = tl.min(tl.where(kept & (sums > target), column, VOCAB), axis=0)
-        last = tl.maximum(last, tl.max(tl.where(kept, column, 0), axis=0))
-        before += tl.sum(weights, axis=0)
-        passed += tl.sum(between, axis=0)
-        start += BLOCK
-    return tl.where(found == VOCAB, last, found)
+        score = tl.where(kept, x * sharpness + _noise(key, column, FAST), float("-inf"))
+        tokens = tl.where(score > scores, column, tokens)
+        scores = tl.maximum(scores, score)
+    return _lowest_of_best(scores, tokens)[1]
 
 
 @triton.jit
@@ -384,6 +365,7 @@ def _filter_kernel(
     logits_stride,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
@@ -397,7 +379,7 @@ def _filter_kernel(
     tl.store(best_ptr + row, highest)
     temperature = tl.load(temperatures_ptr + row)
     if (temperature > 0.0) & (tl.abs(highest) < float("inf")):
-        sharpness = 1.0 / temperature
+        sharpness = 1.0 / tl.maximum(temperature, _LEAST_TEMPERATURE)
         top_k = tl.load(top_k_ptr + row)
         top_p = tl.load(top_p_ptr + row)
         min_p = tl.load(min_p_ptr + row)
@@ -427,8 +409,8 @@ def _filter_kernel(
                 num_between = _equals_needed(wanted - held, edge, VOCAB)
             else:
                 num_between = tl.minimum(_equals_needed(wanted - above, edge, VOCAB), num_between)
-        number = _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
-        token = _scan_kept(row_ptr, highest, sharpness, low, high, num_between, number, VOCAB, BLOCK)
+        key = _key(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+        token = _draw_kept(row_ptr, highest, sharpness, low, high, num_between, key, VOCAB, BLOCK, FAST)
     tl.store(tokens_ptr + row, token.to(tl.int64))
 
 
@@ -463,6 +445,7 @@ def sample_filtered(
             logits.stride(0),
             VOCAB=vocab_size,
             BLOCK=min(_FILTER_BLOCK, power_of_2(vocab_size)),
+            FAST=logits.is_cuda,
             num_warps=_FILTER_WARPS,
         )
     return tokens, best

@@ -8,7 +8,6 @@ from torch import Tensor
 from penstock.kernels.attention.interface import AttentionBackend, HeadNorm
 from penstock.models.layers.linear import Linear
 from penstock.models.layers.norm import Norm
-from penstock.parallel.collectives import all_reduce
 from penstock.parallel.groups import Group
 
 
@@ -35,8 +34,13 @@ class Attention:
         self.group = group
         self._heads_shape = (num_heads + 2 * num_kv_heads, head_dim)
 
-    def forward(self, x: Tensor, rotations: Tensor, attention: AttentionBackend) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden]."""
-        heads = self.qkv.apply(x).view(-1, *self._heads_shape)  # [tokens, query + key + value heads, head_dim]
+    def advance(
+        self, x: Tensor, norm: Norm | None, rotations: Tensor, attention: AttentionBackend, stream: Tensor | None
+    ) -> Tensor | None:
+        """Attend for x, normed first where a norm is given, and add the result to the stream, or return it.
+
+        x, stream: [tokens, hidden]. See `Linear.advance`.
+        """
+        heads = self.qkv.apply(x, norm).view(-1, *self._heads_shape)  # [tokens, query + key + value heads, head_dim]
         mixed = attention.run_heads(heads, rotations, self.head_norm, self.layer)  # [tokens, heads * head_dim]
-        return all_reduce(self.output.apply(mixed), self.group)
+        return self.output.advance(mixed, stream, self.group)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.kernels.activation import gelu_tanh_gate, silu_gate
 from penstock.models.layers.linear import Linear
+from penstock.models.layers.norm import Norm
 from penstock.models.spec import Activation
 from penstock.parallel.collectives import all_reduce
 from penstock.parallel.groups import Group
@@ -32,3 +33,7 @@ class FeedForward:
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
         return all_reduce(self.down.apply(self._gate(self.gate_up.apply(x))), self.group)
+
+    def advance(self, x: Tensor, norm: Norm | None, stream: Tensor | None) -> Tensor | None:
+        """As `forward`, of x normed first where a norm is given; adds to the stream as `Linear.advance` does."""
+        return self.down.advance(self._gate(self.gate_up.apply(x, norm)), stream, self.group)

@@ -1,7 +1,8 @@
 """The sparse feed-forward layer: a router picks a few experts for each token.
 
 Three ways to the same result. Where the host can look at the picks for free (CPU) each expert runs on its own tokens.
-On CUDA, experts kept as plain matrices are stacked, and kernels multiply each pick with its own expert's. What is left
+On CUDA, experts kept as plain matrices are stacked, and kernels multiply each pick with its own expert's; for a handful
+of tokens other kernels do all that a layer does between two states of the residual stream. What is left
 runs every expert on all tokens, with weight zero where it was not picked, so that shapes never depend on data and the
 step can be captured in a graph.
 """
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from penstock.models.layers.feed_forward import FeedForward
 from penstock.models.layers.linear import Linear
+from penstock.models.layers.norm import Norm
 from penstock.models.quant.dense import DenseWeight
 from penstock.models.spec import MoeSpec
 from penstock.parallel.collectives import all_reduce
@@ -49,6 +51,21 @@ class StackedExperts:
         inner = kernels.gated_product(x, self.gate_up, groups, spec.num_active, gelu=self.gelu)
         return kernels.add_up(kernels.product(inner, self.down, weights, groups), spec.num_active)
 
+    def advance(self, stream: Tensor, norm: Norm, router: Tensor, spec: MoeSpec) -> bool:
+        """Add what the experts make of the normed stream to it, or change nothing and return False for many tokens.
+
+        stream: [tokens, hidden]; router: [experts, hidden].
+        """
+        from penstock.kernels.triton import few_picks as kernels
+
+        if len(stream) * spec.num_active > kernels.MAX_PICKS:
+            return False
+        routing = kernels.Routing(spec.num_experts, spec.num_active, spec.normalise_weights)
+        x, logits = kernels.score_experts(stream, norm.weight, norm.eps, router)
+        inner = kernels.gated_product(x, logits, self.gate_up, routing, gelu=self.gelu)
+        kernels.add_product(inner, logits, self.down, routing, stream)
+        return True
+
 
 class Moe:
     """The experts themselves do not reduce over the group; their sum does, once."""
@@ -68,6 +85,20 @@ class Moe:
         weights, picks = route(logits, self.spec)
         run = self.run_picked if x.device.type == "cpu" else self.run_all
         return all_reduce(run(x, weights, picks), self.group)
+
+    def advance(self, x: Tensor, norm: Norm | None, stream: Tensor | None) -> Tensor | None:
+        """As `forward`, of x normed first where a norm is given; adds to the stream as `Linear.advance` does."""
+        if norm is None:
+            return self.forward(x)
+        if stream is x and self._advance_alone(x, norm):
+            return None
+        return self.forward(norm.apply(x))
+
+    def _advance_alone(self, stream: Tensor, norm: Norm) -> bool:
+        router = _plain_matrix(self.router)
+        if self.stacked is None or router is None or self.group.size > 1:
+            return False
+        return self.stacked.advance(stream, norm, router, self.spec)
 
     def run_picked(self, x: Tensor, weights: Tensor, picks: Tensor) -> Tensor:
         total = torch.zeros_like(x)

@@ -41,6 +41,17 @@ class DenseWeight(LinearWeight):
             return self._few_rows.multiply(x, torch.float32)
         return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
 
+    def apply_normed(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+        if self._few_rows is not None and bias is None and self._few_rows.norms(x.shape[0]):
+            return self._few_rows.multiply_normed(x, norm, eps)
+        return super().apply_normed(x, norm, eps, bias)
+
+    def add(self, x: Tensor, total: Tensor) -> bool:
+        if self._few_rows is None or x.shape[0] > _FEW_ROWS:
+            return False
+        self._few_rows.add(x, total)
+        return True
+
     @property
     def num_bytes(self) -> int:
         return self.weight.numel() * self.weight.element_size()

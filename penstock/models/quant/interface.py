@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from penstock.kernels.norm_rope import rms_norm
 from penstock.models.stored_tensor import StoredTensor
 
 
@@ -26,6 +27,14 @@ class LinearWeight(ABC):
     def apply_wide(self, x: Tensor) -> Tensor:
         """Return x @ W.T in float32, without rounding it to the activations' type first where that can be had."""
         return self.apply(x).float()
+
+    def apply_normed(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+        """Return `apply` of the RMS norm of x. norm: [in_features] float32."""
+        return self.apply(rms_norm(x, norm, eps), bias)
+
+    def add(self, x: Tensor, total: Tensor) -> bool:
+        """Add x @ W.T to the total in place, or change nothing and return False where no kernel does that."""
+        return False
 
     @property
     @abstractmethod

@@ -101,16 +101,29 @@ def test_a_broken_row_still_gives_a_token():
     assert 0 <= int(sampling.draw(logits, torch.ones(1), zero, zero)) < VOCAB
 
 
-def test_uniform_numbers_depend_on_seed_and_position_and_are_even():
-    seeds = torch.tensor([1, 1, 2, -5])
-    positions = torch.tensor([10, 11, 10, 10])
-    drawn = sampling.uniform(seeds, positions)
-    assert len(set(drawn.tolist())) == 4
-    assert torch.equal(drawn, sampling.uniform(seeds, positions))
-    many = sampling.uniform(torch.full((20000,), 42), torch.arange(20000))
-    assert many.min() >= 0
-    assert many.max() < 1
-    assert (torch.histc(many, 10, 0, 1) / 20000 - 0.1).abs().max() < 0.01
+def test_noise_depends_on_key_and_token_and_has_its_distribution():
+    keys, tokens = torch.tensor([1, 1, 2, -5, 1 << 40]), torch.tensor([10, 11, 10, 10, 10])
+    found = sampling.noise(keys, tokens)
+    assert len(set(found.tolist())) == 5
+    assert torch.equal(found, sampling.noise(keys, tokens))
+    many = sampling.noise(torch.full((20000,), -42), torch.arange(20000))
+    shares = torch.exp(-torch.exp(-many.double()))
+    assert (torch.histc(shares, 10, 0, 1) / 20000 - 0.1).abs().max() < 0.01
+
+
+def test_noise_of_neighbouring_seeds_and_positions_is_unrelated():
+    def noise_of(seed, position):
+        settings = torch.tensor([seed]), torch.tensor([position])
+        return sampling.noise(sampling._keys(*settings), torch.arange(20000))
+
+    all_noise = torch.stack([noise_of(7, 100), noise_of(8, 100), noise_of(7, 101), noise_of(7, 100).roll(1)])
+    assert (torch.corrcoef(all_noise) - torch.eye(4)).abs().max() < 5 / 20000**0.5
+
+
+def test_a_temperature_next_to_zero_takes_the_best_token():
+    logits = torch.tensor([[50.0, 80.0, 70.0]])
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert sampling.draw(logits, torch.tensor([1e-38]), zero, zero).tolist() == [1]
 
 
 def test_penalties_lower_what_is_there():

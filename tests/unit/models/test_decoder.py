@@ -4,12 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.kernels.attention.reference import ReferenceAttention
 from penstock.kernels.attention.registry import choose_backend
 from penstock.models.decoder import attention_layers
+from penstock.models.layers.feed_forward import FeedForward
 from penstock.models.layers.moe import Moe, route
+from penstock.models.quant.dense import DenseWeight
 from penstock.models.registry import spec_for
 from penstock.models.spec import MoeSpec
 from penstock.parallel.groups import Group
@@ -46,6 +49,28 @@ def test_hidden_states_may_be_picked_before_logits(tmp_path: Path) -> None:
     paged.run("b", prompt[:5])
     last = paged.run("b", prompt[5:])
     torch.testing.assert_close(last[0], whole[-1], atol=1e-4, rtol=0.0)
+
+
+class AddingWeight(DenseWeight):
+    """A weight whose product is added to the stream, as kernels for a handful of tokens do."""
+
+    def add(self, x: Tensor, total: Tensor) -> bool:
+        total.add_(self.apply(x))
+        return True
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_products_that_add_to_the_stream_change_nothing(family: str, tmp_path: Path) -> None:
+    make_reference(family, tmp_path, **({"head_dim": 16} if family == "gemma2" else {}))
+    decoder = load_exact(folder_files(tmp_path))
+    prompt = random_tokens(6)
+    expected = PagedDecoder(decoder).run("a", prompt)
+    for layer in decoder.layers:
+        assert isinstance(layer.feed_forward, FeedForward)
+        for linear in (layer.attention.output, layer.feed_forward.down):
+            assert isinstance(linear.weight, DenseWeight)
+            linear.weight = AddingWeight(linear.weight.weight)
+    torch.testing.assert_close(PagedDecoder(decoder).run("a", prompt), expected, atol=1e-5, rtol=0.0)
 
 
 def test_logits_do_not_change_the_hidden_states_they_are_made_from(tmp_path: Path) -> None:
