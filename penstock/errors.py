@@ -9,6 +9,7 @@
     │   ├── UnsupportedParameter     a parameter that exists but that this server cannot honour
     │   ├── UnknownModel         the model asked for is not served here
     │   ├── ContextTooLong       prompt (plus wanted output) exceeds the context
+    │   ├── TargetUnreachable    a target that this engine could not keep even if it were idle
     │   ├── TemplateFailed       the chat template is missing, refused the messages or broke its limits
     │   ├── MalformedBody        the HTTP body is not JSON
     │   ├── BodyTooLarge         the HTTP body exceeds the limit
@@ -21,8 +22,9 @@
     │   ├── KeyNotFound          no key of this name
     │   ├── RouteNotFound        no such path
     │   └── MethodNotAllowed     the path exists, the method does not
-    ├── Overloaded           the queue is full; try again after `retry_after_seconds`
+    ├── Overloaded           no place, or none in time; try again after `retry_after_seconds`
     │   └── LimitReached         the tenant has used up a limit for now
+    ├── DeadlineExceeded     the caller's deadline passed before the answer was complete
     ├── EngineUnavailable    the engine is starting, restarting or gone
     │   └── NotReady             this server should not be sent work now
     ├── StoreUnavailable     the database of keys, limits and usage does not work
@@ -139,6 +141,10 @@ class ContextTooLong(RequestError):
         self.max_tokens = max_tokens
 
 
+class TargetUnreachable(RequestError):
+    code = "target_unreachable"
+
+
 class TemplateFailed(RequestError):
     code = "chat_template_failed"
 
@@ -214,6 +220,10 @@ class LimitReached(Overloaded):
         super().__init__(message, retry_after_seconds=retry_after_seconds)
         self.limit = limit
         self.headers = headers
+
+
+class DeadlineExceeded(PenstockError):
+    code = "deadline_exceeded"
 
 
 class EngineUnavailable(PenstockError):

@@ -15,6 +15,13 @@ MAX_COUNT = 2**31 - 1  # of tokens, where nothing else sets a limit
 MAX_PRIORITY = 10  # and as low as minus this
 
 
+class Tier(enum.StrEnum):
+    """Whether anybody waits for the answer."""
+
+    ONLINE = "online"
+    BATCH = "batch"  # runs in capacity that online requests leave idle, and gives way to them
+
+
 class Targets(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a caller wants of an answer's pace. None: as soon as it goes."""
 

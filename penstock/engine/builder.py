@@ -20,6 +20,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.messages import Submit
 from penstock.engine.metrics import EngineMetrics
 from penstock.engine.runner.interface import Runner
+from penstock.engine.scheduler.foresight import Foresight
 from penstock.engine.scheduler.pace import BatchPace, Pace
 from penstock.engine.scheduler.scheduler import Scheduler, SchedulerConfig
 from penstock.engine.speculative.registry import DRAFTERS
@@ -82,10 +83,13 @@ def assemble(
 ) -> Engine:
     """Return an engine around a runner."""
     pace = BatchPace(_KNEE_TOKENS, config.max_step_tokens) if for_batches and config.device_kind == "cuda" else None
-    return Engine(_make_scheduler(config, spec, pace, clock), runner)
+    foresight = None if for_batches else Foresight.make(max_step_tokens=config.max_step_tokens, clock=clock)
+    return Engine(_make_scheduler(config, spec, pace, foresight, clock), runner)
 
 
-def _make_scheduler(config: EngineConfig, spec: ModelSpec, pace: Pace | None, clock: Callable[[], float]) -> Scheduler:
+def _make_scheduler(
+    config: EngineConfig, spec: ModelSpec, pace: Pace | None, foresight: Foresight | None, clock: Callable[[], float]
+) -> Scheduler:
     cache = KvCache(
         config.num_blocks,
         BlockHasher(secrets.token_bytes(32), config.block_tokens),
@@ -104,13 +108,15 @@ def _make_scheduler(config: EngineConfig, spec: ModelSpec, pace: Pace | None, cl
         prefill_only=config.role == "prefill",
     )
     drafter = None if config.speculative == "none" else DRAFTERS.load(config.speculative)()
-    return Scheduler(scheduler_config, cache, EngineMetrics(), drafter=drafter, pace=pace, clock=clock)
+    return Scheduler(
+        scheduler_config, cache, EngineMetrics(), drafter=drafter, pace=pace, foresight=foresight, clock=clock
+    )
 
 
 def _warm_up(engine: Engine) -> None:
     """Run one short request, so that first-use costs are paid and a broken model is found before anybody calls."""
     metrics = engine.scheduler.metrics
-    engine.scheduler.metrics = EngineMetrics()
+    engine.scheduler.count_into(EngineMetrics())
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     prompt = [0] * min(8, engine.scheduler.config.max_context_tokens - 2)
     events = engine.submit(
@@ -118,6 +124,6 @@ def _warm_up(engine: Engine) -> None:
     )
     while engine.has_work:
         events += engine.step()
-    engine.scheduler.metrics = metrics
+    engine.scheduler.count_into(metrics)
     if any(event.error is not None for _, event in events):
         raise EngineFailed("the model gave no usable numbers in its first step; its weights may be damaged")

@@ -31,7 +31,7 @@ from penstock.engine.messages import (
 )
 from penstock.engine.pulse import age_seconds, pulse_path
 from penstock.errors import EngineFailed, EngineUnavailable
-from penstock.request import FinishReason, SamplingParams
+from penstock.request import NO_TARGETS, FinishReason, SamplingParams, Targets, Tier
 
 
 class TokenStream(AsyncIterator[TokenEvent]):
@@ -163,7 +163,12 @@ class EngineClient:
         tenant: str = "",
         adapter: str = "",
         num_public_tokens: int = 0,
+        weight: float = 1.0,
         priority: int = 0,
+        targets: Targets = NO_TARGETS,
+        deadline: float | None = None,
+        best_effort: bool = False,
+        tier: Tier = Tier.ONLINE,
     ) -> TokenStream:
         """Send a request. Raises EngineUnavailable while there is no engine to take it."""
         if not self.connected:
@@ -179,7 +184,12 @@ class EngineClient:
                 tenant=tenant,
                 adapter=adapter,
                 num_public_tokens=num_public_tokens,
+                weight=weight,
                 priority=priority,
+                targets=targets,
+                deadline=deadline,
+                best_effort=best_effort,
+                tier=tier,
             )
         )
         return stream

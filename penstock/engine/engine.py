@@ -58,11 +58,12 @@ class Engine:
         self.abort(client, [name for owner, name in self._numbers if owner == client])
 
     def step(self) -> list[Addressed]:
-        """Launch the next forward pass, then settle the one before it."""
+        """Launch the next forward pass, then settle the one before it. What ran out of time is in neither."""
+        late = self._forget_finished(self.scheduler.end_late())
         plan = self.scheduler.next_step()
         launched = (plan, self.runner.launch(plan)) if plan.has_work else None
         settling, self._in_flight = self._in_flight, launched
-        return self._forget_finished(self._settle(*settling)) if settling else []
+        return late + self._forget_finished(self._settle(*settling)) if settling else late
 
     def export_prefix(
         self, tokens: Sequence[int], *, tenant: str = "", adapter: str = "", num_public_tokens: int = 0
@@ -107,7 +108,10 @@ class Engine:
             prefix_hit_tokens=metrics.prefix_hit_tokens,
             num_preemptions=metrics.num_preemptions,
             num_finished=dict(metrics.num_finished),
-            num_refused=metrics.num_refused,
+            num_refused=dict(metrics.num_refused),
+            promises={kind: dict(counts) for kind, counts in metrics.promises.items()},
+            cost_model_error=scheduler.cost_model_error,
+            ttft_prediction_error=metrics.ttft_error.median,
             drafted_tokens=metrics.drafted_tokens,
             accepted_tokens=metrics.accepted_tokens,
             histograms=metrics.histograms(),

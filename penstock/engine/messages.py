@@ -5,7 +5,7 @@ msgspec structs, MessagePack on the wire, one ZeroMQ message per frame. Every fr
 
 import msgspec
 
-from penstock.request import FinishReason, SamplingParams
+from penstock.request import NO_TARGETS, FinishReason, SamplingParams, Targets, Tier
 
 # ---------------------------------------------------------------- client to engine
 
@@ -20,7 +20,12 @@ class Submit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     tenant: str = ""
     adapter: str = ""
     num_public_tokens: int = 0  # leading tokens of the prompt that the operator declared: any tenant may share them
+    weight: float = 1.0  # the tenant's share of a busy engine, against others of its priority
     priority: int = 0  # larger runs earlier
+    targets: Targets = NO_TARGETS  # refused if they cannot be met, unless best_effort
+    deadline: float | None = None  # time.monotonic() at which it ends, whatever it has got
+    best_effort: bool = False  # rather late than refused
+    tier: Tier = Tier.ONLINE
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -137,7 +142,10 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     prefix_hit_tokens: int = 0
     num_preemptions: int = 0
     num_finished: dict[str, int] = {}  # by FinishReason
-    num_refused: int = 0
+    num_refused: dict[str, int] = {}  # by reason
+    promises: dict[str, dict[str, int]] = {}  # by kind, then kept or broken
+    cost_model_error: float | None = None  # median of the last steps; None before the first
+    ttft_prediction_error: float | None = None  # median of the last requests
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     num_canary_failures: int = 0

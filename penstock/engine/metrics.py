@@ -1,6 +1,7 @@
 """What the engine counts and times about itself. Plain numbers; Prometheus is the server's business."""
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
+from collections import deque
 from itertools import accumulate
 
 from penstock.engine.messages import Histogram
@@ -8,6 +9,30 @@ from penstock.request import FinishReason
 
 LATENCY_BOUNDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0]
 TOKEN_BOUNDS = [0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0]
+
+# Why a request is refused before it costs anything, and what is promised to one that is not.
+REFUSALS = ("queue_full", "ttft", "time_per_token", "deadline")
+PROMISES = ("ttft", "time_per_token", "deadline")
+PREDICTION_WINDOW = 200
+
+
+class MedianWindow:
+    """The median of the last so many values."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._recent: deque[float] = deque()
+        self._ordered: list[float] = []
+
+    def add(self, value: float) -> None:
+        self._recent.append(value)
+        insort(self._ordered, value)
+        if len(self._recent) > self._size:
+            del self._ordered[bisect_left(self._ordered, self._recent.popleft())]
+
+    @property
+    def median(self) -> float | None:
+        return self._ordered[len(self._ordered) // 2] if self._ordered else None
 
 
 class Distribution:
@@ -37,7 +62,9 @@ class EngineMetrics:
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
         self.num_preemptions = 0
-        self.num_refused = 0
+        self.num_refused = dict.fromkeys(REFUSALS, 0)
+        self.promises = {kind: {"kept": 0, "broken": 0} for kind in PROMISES}
+        self.ttft_error = MedianWindow(PREDICTION_WINDOW)
         self.drafted_tokens = 0
         self.accepted_tokens = 0
         self.num_finished = {reason.value: 0 for reason in FinishReason}

@@ -38,6 +38,7 @@ CATALOGUE: Mapping[str, ErrorKind] = MappingProxyType(
         "request_timeout": ErrorKind(408, "invalid_request_error"),
         "body_too_large": ErrorKind(413, "invalid_request_error"),
         "unsupported_media_type": ErrorKind(415, "invalid_request_error"),
+        "target_unreachable": ErrorKind(422, "invalid_request_error"),
         "head_too_large": ErrorKind(431, "invalid_request_error"),
         "overloaded": ErrorKind(429, "rate_limit_error"),
         "rate_limit_exceeded": ErrorKind(429, "rate_limit_error"),
@@ -46,6 +47,7 @@ CATALOGUE: Mapping[str, ErrorKind] = MappingProxyType(
         "engine_unavailable": ErrorKind(503, "server_error"),
         "not_ready": ErrorKind(503, "server_error"),
         "store_unavailable": ErrorKind(503, "server_error"),
+        "deadline_exceeded": ErrorKind(504, "timeout_error"),
     }
 )
 

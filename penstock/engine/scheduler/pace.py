@@ -1,19 +1,23 @@
 """How many tokens the next step should run: all that fit, or only what is needed to end as soon.
 
-Looks at requests; changes nothing. Knows nothing of blocks or of how long a step takes.
+Looks at requests; changes nothing. Knows nothing of blocks. `ServingPace` is the one for requests that somebody waits
+for; it is in a module of its own.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from penstock.engine.scheduler.request_state import RequestState
+
+# A running request and how many of its tokens a step could run now.
+Ready = tuple[RequestState, int]
 
 
 class Pace(ABC):
     """Sizes steps."""
 
     @abstractmethod
-    def step_tokens(self, running: Iterable[RequestState], waiting: Iterable[RequestState]) -> int:
+    def step_tokens(self, ready: Sequence[Ready], waiting: Iterable[RequestState]) -> int:
         """Return how many tokens the next step should run, one for each decoding request included."""
 
 
@@ -29,11 +33,11 @@ class BatchPace(Pace):
         self._knee_tokens = knee_tokens
         self._max_step_tokens = max_step_tokens
 
-    def step_tokens(self, running: Iterable[RequestState], waiting: Iterable[RequestState]) -> int:
+    def step_tokens(self, ready: Sequence[Ready], waiting: Iterable[RequestState]) -> int:
         prompts: list[RequestState] = []
         longest = num_decoding = 0
-        for request in running:
-            if request.remaining > 1:
+        for request, remaining in ready:
+            if remaining > 1:
                 prompts.append(request)
             else:
                 num_decoding += 1

@@ -7,7 +7,31 @@ preemption all move the same two numbers.
 from dataclasses import dataclass, field
 
 from penstock.engine.cache.kv_cache import RequestCache
-from penstock.request import SamplingParams
+from penstock.request import NO_TARGETS, SamplingParams, Targets
+
+# (0 online, 1 batch; minus the priority): smaller goes first.
+LevelKey = tuple[int, int]
+
+
+@dataclass(slots=True, eq=False)
+class TenantAccount:
+    """What one tenant got and holds at one level, and which of its requests wait there."""
+
+    tenant: str
+    weight: float = 1.0
+    counter: float = 0.0  # service, divided by the weight
+    prompt_cost: float = 1.0  # what a prompt token adds to the counter
+    drawn_cost: float = 1.0  # what a drawn token adds
+    num_open: int = 0  # requests that have not ended
+    num_rows: int = 0
+    waiting: list[tuple[float, int, "RequestState"]] = field(default_factory=list)  # by urgency
+    waiting_tokens: int = 0
+    in_line: bool = False  # its level knows that it waits
+
+    @property
+    def share(self) -> float:
+        """Rows that it holds, over its weight."""
+        return self.num_rows / self.weight
 
 
 @dataclass(slots=True, eq=False)
@@ -23,9 +47,14 @@ class RequestState:
     seed: int
     arrival: float
     cache: RequestCache
+    account: TenantAccount
+    level: LevelKey
+    due: float  # when its prompt should begin to run: the earlier, the more urgent
     tenant: str = ""
     adapter: str = ""
-    priority: int = 0
+    targets: Targets = NO_TARGETS
+    deadline: float | None = None
+    best_effort: bool = False
 
     computed: int = 0  # leading tokens whose KV is computed, or will be by the steps already launched
     in_flight: int = 0  # tokens that launched steps will sample and the host does not know yet
@@ -34,7 +63,9 @@ class RequestState:
     num_cached_tokens: int = 0  # of the prompt, when it was first admitted
     num_preemptions: int = 0
     promised_blocks: int = 0  # set aside for it at admission and not yet taken
+    queued_tokens: int = 0  # tokens to run before its next one, when it was last queued
     prompt_logprobs: list[float | None] = field(default_factory=list)
+    predicted_ttft: float | None = None  # seconds, at arrival
     admitted_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -58,3 +89,7 @@ class RequestState:
         """Tokens that a step could run for it now. None once the steps in flight will reach its last token."""
         known = len(self.tokens) + self.in_flight
         return 0 if self.awaits_commit or known >= self.max_total_tokens else known - self.computed
+
+    @property
+    def is_batch(self) -> bool:
+        return self.level[0] > 0

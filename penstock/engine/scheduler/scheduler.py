@@ -1,36 +1,37 @@
 """Decides, step by step, how many tokens of which requests run.
 
-Plain Python: knows tokens, blocks, rows and the clock; nothing of tensors, HTTP or how long a step takes. `next_step`
-plans, `commit` settles; one plan may be in flight while the next is made.
+Plain Python: knows tokens, blocks, rows and the clock; nothing of tensors or HTTP. `next_step` plans, `commit` settles;
+one plan may be in flight while the next is made. docs/scheduling.md says how it decides.
 """
 
+import heapq
 import random
 import time
-from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.engine.cache.kv_cache import NO_MATCH, KvCache
+from penstock.engine.cache.kv_cache import KvCache
 from penstock.engine.messages import Submit, TokenEvent
 from penstock.engine.metrics import EngineMetrics
-from penstock.engine.scheduler.pace import Pace
+from penstock.engine.scheduler import promises
+from penstock.engine.scheduler.admission import Load
+from penstock.engine.scheduler.foresight import Foresight
+from penstock.engine.scheduler.idle_capacity import hold_back_batch
+from penstock.engine.scheduler.intake import check_submit
+from penstock.engine.scheduler.pace import Pace, Ready
+from penstock.engine.scheduler.placement import Placement
 from penstock.engine.scheduler.request_state import RequestState
 from penstock.engine.scheduler.step_plan import (
-    BlockAssignment,
     RowSlice,
-    RowStart,
     SliceResult,
     StepPlan,
     StepResult,
 )
-from penstock.engine.scheduler.waiting_queue import WaitingQueue
+from penstock.engine.scheduler.tenant_account import quantum_for
 from penstock.engine.speculative.interface import Drafter
-from penstock.errors import ContextTooLong, EngineFailed, InvalidParameter, Overloaded
-from penstock.request import FinishReason
-
-# A request preempted this often is promised all the blocks it can ever need before it runs again.
-MAX_PREEMPTIONS = 3
+from penstock.errors import DeadlineExceeded, EngineFailed, Overloaded, PenstockError
+from penstock.request import FinishReason, Tier
 
 # Which client gets which event.
 Addressed = tuple[bytes, TokenEvent]
@@ -50,7 +51,7 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """Continuous batching under a token budget, with prefix reuse and preemption."""
+    """Continuous batching under a token budget, fair between tenants, with prefix reuse and preemption."""
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class Scheduler:
         *,
         drafter: Drafter | None = None,
         pace: Pace | None = None,
+        foresight: Foresight | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert config.max_running <= config.max_step_tokens, "every running request must fit one step"
@@ -68,39 +70,59 @@ class Scheduler:
         self.cache = cache
         self.metrics = metrics
         self.requests: dict[int, RequestState] = {}
-        self.running: list[RequestState] = []  # best first: the last is the first to be preempted
-        self.waiting = WaitingQueue()
+        self.placement = Placement(
+            cache,
+            metrics,
+            max_running=config.max_running,
+            quantum=quantum_for(config.max_context_tokens),
+            expected_output_tokens=config.expected_output_tokens,
+            clock=clock,
+        )
+        self.running = self.placement.running  # best first
+        self.waiting = self.placement.waiting
         self._drafter = drafter
-        self._pace = pace  # None: steps as large as they may be
+        self._foresight = foresight  # None: nothing is promised
+        # None: steps as large as they may be.
+        self._pace = foresight.pace if pace is None and foresight is not None else pace
+        self._deadlines: list[tuple[float, int]] = []
         self._clock = clock
-        self._free_rows = list(range(config.max_running - 1, -1, -1))
         self._launched: deque[StepPlan] = deque()
         self._next_number = 0
         self._next_step = 0
-        self._firmly_promised = 0  # blocks set aside for requests that may not be preempted again
-        self._loosely_promised = 0  # estimates: they hold back admission, never a running request
-        self._mean_output_tokens = config.expected_output_tokens
+
+    def count_into(self, metrics: EngineMetrics) -> None:
+        """Count into these metrics from now on."""
+        self.metrics = self.placement.metrics = metrics
 
     # ------------------------------------------------------------ requests come and go
 
     def add(self, submit: Submit, client: bytes = b"") -> RequestState:
-        """Queue a request. Raises a RequestError or Overloaded, and then nothing has changed."""
-        num_prompt = len(submit.prompt)
-        if num_prompt == 0:
-            raise InvalidParameter("prompt", [], "give at least one token")
-        if num_prompt >= self.config.max_context_tokens:
-            raise ContextTooLong(num_prompt, self.config.max_context_tokens)
-        submit.params.validate(self.config.vocab_size)
-        if max(submit.prompt) >= self.config.vocab_size or min(submit.prompt) < 0:
-            raise InvalidParameter("prompt", "a token id", f"give token ids from 0 to {self.config.vocab_size - 1}")
-        if len(self.waiting) >= self.config.max_waiting + len(self._free_rows):
-            self.metrics.num_refused += 1
-            raise Overloaded(f"{len(self.waiting)} requests are waiting, which is the limit", retry_after_seconds=1.0)
-        params = submit.params
+        """Queue a request. Raises a RequestError, Overloaded or DeadlineExceeded, and then nothing has changed."""
+        check_submit(submit, max_context_tokens=self.config.max_context_tokens, vocab_size=self.config.vocab_size)
+        request = self._open(submit, client)
+        try:
+            self._admit_to_queue(request)
+        except PenstockError:
+            self.waiting.dismiss(request)
+            raise
+        self._next_number += 1
+        self.requests[request.number] = request
+        self.waiting.push(request, self._clock())
+        if request.deadline is not None:
+            self._watch_deadline(request.deadline, request.number)
+        self.metrics.prompt_tokens += request.num_prompt_tokens
+        return request
+
+    def _open(self, submit: Submit, client: bytes) -> RequestState:
+        params, num_prompt = submit.params, len(submit.prompt)
         wanted = params.max_tokens if params.max_tokens is not None else self.config.max_context_tokens
         wanted = 1 if self.config.prefill_only else wanted
         eos = () if params.ignore_eos else self.config.eos_token_ids
-        request = RequestState(
+        level = (int(submit.tier is Tier.BATCH), -submit.priority)
+        due = submit.arrival
+        if self._foresight is not None:
+            due = self._foresight.admission.due(submit.arrival, num_prompt, submit.targets.ttft_seconds)
+        return RequestState(
             number=self._next_number,
             client=client,
             request_id=submit.request_id,
@@ -114,15 +136,74 @@ class Scheduler:
             cache=self.cache.open(
                 tenant=submit.tenant, adapter=submit.adapter, num_public_tokens=submit.num_public_tokens
             ),
+            account=self.waiting.open_account(level, submit.tenant, submit.weight),
+            level=level,
+            due=due,
             tenant=submit.tenant,
             adapter=submit.adapter,
-            priority=submit.priority,
+            targets=submit.targets,
+            deadline=submit.deadline,
+            best_effort=submit.best_effort,
         )
-        self._next_number += 1
-        self.requests[request.number] = request
-        self.waiting.push(request)
-        self.metrics.prompt_tokens += num_prompt
-        return request
+
+    def _admit_to_queue(self, request: RequestState) -> None:
+        """Raise if there is no place for the request, or if it would be too late."""
+        now, foresight = self._clock(), self._foresight
+        if request.deadline is not None and request.deadline <= now:
+            self.metrics.num_refused["deadline"] += 1
+            raise DeadlineExceeded("the deadline had passed before the request could start; give it more time")
+        num_queued = len(self.waiting) - len(self.placement.parked)
+        if num_queued >= self.config.max_waiting + len(self.placement.free_rows):
+            self.metrics.num_refused["queue_full"] += 1
+            seconds = 1.0 if foresight is None else foresight.admission.place_seconds(self._load(request))
+            raise Overloaded(f"{num_queued} requests are waiting, which is the limit", retry_after_seconds=seconds)
+        if foresight is None:
+            return
+        load = self._load(request)
+        forecast = foresight.admission.forecast(request, load, now)
+        request.predicted_ttft = forecast.ttft_seconds if foresight.model.is_trusted else None
+        reason = foresight.admission.check(request, forecast, load)
+        if reason is not None:
+            self.metrics.num_refused[reason] += 1
+            raise foresight.admission.refusal(reason, request, forecast, load)
+
+    def _load(self, request: RequestState) -> Load:
+        return Load(
+            running=self.running,
+            waiting=self.waiting,
+            num_free_rows=len(self.placement.free_rows),
+            num_free_blocks=self.placement.num_unpromised_blocks,
+            block_tokens=self.cache.block_tokens,
+            mean_output_tokens=self.placement.mean_output_tokens,
+            may_displace=self.placement.displaced_by(request) is not None,
+        )
+
+    @property
+    def cost_model_error(self) -> float | None:
+        return None if self._foresight is None else self._foresight.model.median_error
+
+    def _watch_deadline(self, deadline: float, number: int) -> None:
+        heapq.heappush(self._deadlines, (deadline, number))
+        if len(self._deadlines) > 2 * len(self.requests) + 16:
+            # Drop those of requests that ended in time once they outnumber the others.
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self.requests]
+            heapq.heapify(self._deadlines)
+
+    def end_late(self) -> list[Addressed]:
+        """End every request whose deadline has passed, whatever it is doing."""
+        ended = []
+        now = self._clock() if self._deadlines else 0.0
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = self.requests.get(heapq.heappop(self._deadlines)[1])
+            if request is not None:
+                promises.note_deadline(self.metrics, request)
+                event = TokenEvent(
+                    request_id=request.request_id,
+                    error_code=DeadlineExceeded.code,
+                    error="the deadline passed before the answer was complete; give it more time",
+                )
+                ended.append(self._finish(request, event, FinishReason.ERROR))
+        return ended
 
     def abort(self, number: int, reason: FinishReason = FinishReason.ABORT) -> Addressed | None:
         """End a request now; its blocks are free for the next plan. None if it had ended."""
@@ -135,6 +216,8 @@ class Scheduler:
         """End every request of a launched step that could not be run, and trust nothing it touched."""
         plan = self._launched.popleft()
         assert plan.number == plan_number
+        if self._foresight is not None:
+            self._foresight.times.fail(self._clock())
         self.cache.distrust(plan.tier_copies, plan.wipes)
         events = []
         for piece in plan.slices:
@@ -152,17 +235,28 @@ class Scheduler:
     def next_step(self) -> StepPlan:
         """Plan the next forward pass, as if every launched one had done its work."""
         plan = StepPlan(self._next_step)
-        num_preemptions = self.metrics.num_preemptions
-        budget = self._plan_running(plan)
-        # After a preemption there is nothing to give away, and the victim's last step is not settled yet.
-        if self.metrics.num_preemptions == num_preemptions:
-            self._admit(plan, budget)
+        if len(self.waiting):
+            self.waiting.age(self._clock())
+        ready: Sequence[Ready] = self._ready()
+        budget = self.config.max_step_tokens
+        if len(self.waiting) or any([remaining > 1 for _, remaining in ready]):
+            budget = self._step_tokens(ready)
+            if len(self.waiting) and self._admit(plan, ready, budget):
+                ready = self._ready()
+            patient = self.placement.give_way(ready)
+            if patient is not ready:
+                ready, budget = patient, self._step_tokens(patient)
+        if self._foresight is not None and self.running and self.running[-1].is_batch:
+            ready = hold_back_batch(ready, budget, self._foresight)
+        self._plan(plan, ready, budget)
         if plan.has_work:
             plan.slices.sort(key=_place_in_plan)
             plan.tier_copies = self.cache.take_copies()
             plan.wipes = self.cache.take_wipes()
             self._launched.append(plan)
             self._next_step += 1
+            if self._foresight is not None:
+                self._foresight.times.launch(plan)
         return plan
 
     def commit(self, result: StepResult) -> list[Addressed]:
@@ -173,6 +267,8 @@ class Scheduler:
         self.metrics.num_steps += 1
         self.metrics.last_step_monotonic = now
         self.metrics.step.observe(result.seconds)
+        if self._foresight is not None:
+            self._foresight.times.settle(result.seconds, now)
         events = []
         for piece, outcome in zip(plan.slices, result.slices, strict=True):
             request = self.requests.get(piece.request)
@@ -184,79 +280,62 @@ class Scheduler:
 
     # ------------------------------------------------------------ planning
 
-    def _plan_running(self, plan: StepPlan) -> int:
-        """Give running requests their tokens, best first; return what is left of the budget."""
-        budget = self._step_tokens()
-        ready = [(request, remaining) for request in self.running if (remaining := request.runnable)]
-        # Prefill chunks leave room for the requests that only need one token.
-        singles_left = sum([remaining == 1 for _, remaining in ready])
+    def _ready(self) -> list[Ready]:
+        return [(request, remaining) for request in self.running if (remaining := request.runnable)]
+
+    def _step_tokens(self, ready: Sequence[Ready]) -> int:
+        most = self.config.max_step_tokens
+        return most if self._pace is None else min(most, self._pace.step_tokens(ready, self.waiting))
+
+    def _plan(self, plan: StepPlan, ready: Sequence[Ready], budget: int) -> None:
+        """Give running requests their tokens. Who gets blocks is by rank, who gets prompt tokens by urgency."""
+        num_singles = sum([remaining == 1 for _, remaining in ready])
+        chunks: dict[int, int] = {}
+        room = budget - num_singles
+        if num_singles < len(ready):
+            order = self.placement.order(ready)
+            prompts = [(order.of(request), remaining) for request, remaining in ready if remaining > 1]
+            for (*_, number), remaining in sorted(prompts):
+                chunks[number] = min(remaining, max(0, room))
+                room -= chunks[number]
         for request, remaining in ready:
-            if remaining == 1:
-                singles_left -= 1
-                if self._drafter is None and self._launch_one(plan, request):
-                    budget -= 1
-                    continue
+            if remaining == 1 and self._drafter is None and self._launch_one(plan, request):
+                continue
             if request.row is None:  # preempted for a better one
                 continue
-            drafts = self._draft(request, budget - singles_left - remaining)
-            num_tokens = min(remaining + len(drafts), budget - singles_left)
-            if num_tokens <= 0 or not self._make_room(plan, request, request.computed + num_tokens):
-                continue
-            self._launch(plan, request, num_tokens, drafts)
-            budget -= num_tokens
-        return budget
+            drafts = self._draft(request, room)
+            room -= len(drafts)
+            num_tokens = 1 + len(drafts) if remaining == 1 else chunks[request.number]
+            if num_tokens > 0 and self.placement.make_room(plan, request, request.computed + num_tokens):
+                self._launch(plan, request, num_tokens, drafts)
 
-    def _step_tokens(self) -> int:
-        most = self.config.max_step_tokens
-        return most if self._pace is None else min(most, self._pace.step_tokens(self.running, self.waiting))
-
-    def _admit(self, plan: StepPlan, budget: int) -> None:
-        """Start waiting requests, best first, while rows, blocks and budget last."""
-        while budget > 0 and self._free_rows and (request := self.waiting.best()) is not None:
-            # A preempted request restarts from its tokens, so it waits until the host knows them all.
-            if request.in_flight or not self._start(plan, request):
-                return
-            num_tokens = min(request.remaining, budget)
-            self._take_blocks(plan, request, request.computed + num_tokens)
-            self._launch(plan, request, num_tokens, ())
-            budget -= num_tokens
-
-    def _start(self, plan: StepPlan, request: RequestState) -> bool:
-        """Give a waiting request a row and its cached prefix, if the blocks it is promised are there."""
-        match = NO_MATCH if request.params.prompt_logprobs else self.cache.match(request.cache, request.tokens)
-        promise = self.cache.blocks_for(self._expected_total(request))
-        unpromised = self.cache.pool.num_free - self._firmly_promised - self._loosely_promised
-        if promise - match.num_held_blocks > unpromised:
-            return False
-        self.waiting.remove(request)
-        request.computed = self.cache.adopt(request.cache, match)
-        request.row = self._free_rows.pop()
-        self._promise(request, promise - len(request.cache.blocks))
-        insort(self.running, request, key=_rank)
-        plan.row_starts.append(
-            RowStart(
-                request.row,
-                list(request.tokens),
-                request.num_prompt_tokens,
-                request.params,
-                request.seed,
-                request.adapter,
-            )
-        )
-        self._assign(plan, request, range(len(request.cache.blocks)))
-        self.metrics.prefix_query_tokens += len(request.tokens)
-        self.metrics.prefix_hit_tokens += request.computed
-        if request.admitted_at is None:
-            request.admitted_at = self._clock()
-            request.num_cached_tokens = request.computed
-            self.metrics.queue.observe(request.admitted_at - request.arrival)
-        return True
-
-    def _expected_total(self, request: RequestState) -> int:
-        """Tokens to set blocks aside for: an estimate, or the most possible once it has been preempted too often."""
-        if request.num_preemptions >= MAX_PREEMPTIONS:
-            return request.max_total_tokens
-        return min(request.max_total_tokens, len(request.tokens) + int(self._mean_output_tokens) + 1)
+    def _admit(self, plan: StepPlan, ready: Sequence[Ready], budget: int) -> bool:
+        """Start waiting requests, best first, while rows, blocks and prompt tokens last. True if anything changed."""
+        room = budget - sum([remaining == 1 for _, remaining in ready])
+        order = self.placement.order(ready)
+        prompts = [(order.of(request), remaining) for request, remaining in ready if remaining > 1]
+        changed = False
+        while (request := self.waiting.best()) is not None:
+            # One that left its row restarts from its tokens, so it waits until the host knows them all.
+            if request.in_flight:
+                break
+            victim = None if self.placement.free_rows else self.placement.displaced_by(request, plan)
+            if victim is None and not self.placement.free_rows:
+                break
+            freed = int(victim is not None and victim.runnable == 1)
+            place = order.of(request)
+            if sum([remaining for other, remaining in prompts if other < place]) >= room + freed:
+                break
+            if victim is not None:
+                self.placement.park(victim)
+                room += freed
+                changed = True
+            if not self.placement.start(plan, request):
+                self.placement.resume_parked(plan)
+                return True
+            changed = True
+            prompts.append((place, request.remaining))
+        return changed
 
     def _launch_one(self, plan: StepPlan, request: RequestState) -> bool:
         """Launch the one token that is left, if it needs no new block. Most steps of most requests are this."""
@@ -266,6 +345,7 @@ class Scheduler:
         plan.slices.append(RowSlice(request.number, request.row, start, 1, 1))
         request.computed = start + 1
         request.in_flight += 1
+        request.account.counter += request.account.drawn_cost
         return True
 
     def _launch(self, plan: StepPlan, request: RequestState, num_tokens: int, drafts: tuple[int, ...]) -> None:
@@ -285,9 +365,13 @@ class Scheduler:
             )
         )
         request.computed += num_tokens - len(drafts)
+        account = request.account
+        if remaining > 1:
+            account.counter += account.prompt_cost * (num_tokens - len(drafts))
         if samples:
             request.in_flight += 1
             request.awaits_commit = self._can_draft(request)
+            account.counter += account.drawn_cost
 
     def _can_draft(self, request: RequestState) -> bool:
         # Penalties change with each accepted token, so guesses could not be verified in one pass.
@@ -304,76 +388,13 @@ class Scheduler:
         self.metrics.drafted_tokens += len(drafts)
         return drafts
 
-    # ------------------------------------------------------------ blocks
-
-    def _make_room(self, plan: StepPlan, request: RequestState, num_tokens: int) -> bool:
-        """Take blocks for a running request, preempting from the end of the line. False if it must wait."""
-        needed = self.cache.blocks_for(num_tokens) - len(request.cache.blocks)
-        while needed > self._available_to(request):
-            victim = self._victim(request)
-            if victim is None:
-                return False
-            self._preempt(victim)
-            if victim is request:
-                return False
-        self._take_blocks(plan, request, num_tokens)
-        return True
-
-    def _available_to(self, request: RequestState) -> int:
-        own = request.promised_blocks if request.num_preemptions >= MAX_PREEMPTIONS else 0
-        return self.cache.pool.num_free - self._firmly_promised + own
-
-    def _victim(self, request: RequestState) -> RequestState | None:
-        """The last of the line that may still be preempted, `request` itself at worst."""
-        for candidate in reversed(self.running):
-            if candidate.num_preemptions < MAX_PREEMPTIONS:
-                return candidate
-            if candidate is request:
-                break
-        return None
-
-    def _preempt(self, request: RequestState) -> None:
-        """Send a request back to the queue. Its full blocks keep their names, so most of its work is found again."""
-        self._leave_row(request)
-        request.computed = 0
-        request.num_preemptions += 1
-        request.awaits_commit = False
-        self.metrics.num_preemptions += 1
-        self.waiting.push(request)
-
-    def _take_blocks(self, plan: StepPlan, request: RequestState, num_tokens: int) -> None:
-        added = self.cache.grow(request.cache, num_tokens)
-        self._promise(request, max(0, request.promised_blocks - len(added)))
-        self._assign(plan, request, added)
-
-    def _assign(self, plan: StepPlan, request: RequestState, indices: range) -> None:
-        assert request.row is not None
-        blocks = request.cache.blocks
-        plan.block_assignments.extend(BlockAssignment(request.row, index, blocks[index]) for index in indices)
-
-    def _promise(self, request: RequestState, num_blocks: int) -> None:
-        change = num_blocks - request.promised_blocks
-        request.promised_blocks = num_blocks
-        if request.num_preemptions >= MAX_PREEMPTIONS:
-            self._firmly_promised += change
-        else:
-            self._loosely_promised += change
-
-    def _leave_row(self, request: RequestState, *, forget: bool = False) -> None:
-        """Take a running request off its row. Safe while its last step runs: steps take effect in order."""
-        assert request.row is not None
-        self._promise(request, 0)
-        self.cache.free(request.cache, forget=forget)
-        self.running.remove(request)
-        self._free_rows.append(request.row)
-        request.row = None
-
     # ------------------------------------------------------------ settling
 
     def _settle(self, request: RequestState, piece: RowSlice, outcome: SliceResult, now: float) -> Addressed | None:
         if outcome.failed:
             return self._finish_failed(request)
-        if outcome.prompt_logprobs is not None and request.row is not None:
+        # One that was preempted meanwhile holds no blocks: it will run these tokens again.
+        if outcome.prompt_logprobs is not None and request.cache.blocks:
             request.prompt_logprobs.extend(outcome.prompt_logprobs)
         finish = None
         taken = outcome.token_ids
@@ -388,7 +409,7 @@ class Scheduler:
         settled = piece.start + piece.num_tokens
         if piece.drafts:
             settled += self._settle_drafts(request, piece, taken)
-        if request.row is not None and settled >= (request.cache.num_named + 1) * self.cache.block_tokens:
+        if settled >= (request.cache.num_named + 1) * self.cache.block_tokens and request.cache.blocks:
             self.cache.name_full_blocks(request.cache, request.tokens, settled)
         if not piece.num_samples:
             return None
@@ -398,7 +419,8 @@ class Scheduler:
         """Count the guesses that were right. Returns minus the number of the slice's tokens that must run again."""
         num_accepted = len(taken) - 1
         self.metrics.accepted_tokens += num_accepted
-        if request.row is not None:
+        request.account.counter += num_accepted * request.account.drawn_cost
+        if request.cache.blocks:
             # Steps already launched have moved `computed` on; accepted drafts add to it.
             request.computed += num_accepted
         return num_accepted - len(piece.drafts)
@@ -422,6 +444,7 @@ class Scheduler:
         if request.first_token_at is None:
             request.first_token_at = now
             self.metrics.ttft.observe(now - request.arrival)
+            promises.note_first_token(self.metrics, request, now)
             event.num_cached_tokens = request.num_cached_tokens
             if request.params.prompt_logprobs:
                 event.prompt_logprobs = [None, *request.prompt_logprobs[: request.num_prompt_tokens - 1]]
@@ -432,7 +455,8 @@ class Scheduler:
             return request.client, event
         if finish is FinishReason.STOP:
             event.stop_token = taken[-1]
-        self._mean_output_tokens += 0.05 * (request.num_output_tokens - self._mean_output_tokens)
+        promises.note_end(self.metrics, request)
+        self.placement.mean_output_tokens += 0.05 * (request.num_output_tokens - self.placement.mean_output_tokens)
         return self._finish(request, event, finish)
 
     def _finish(
@@ -440,10 +464,7 @@ class Scheduler:
     ) -> Addressed:
         """The one place where a request ends: exactly one event carries `finish`."""
         del self.requests[request.number]
-        if request.row is not None:
-            self._leave_row(request, forget=forget)
-        else:
-            self.waiting.remove(request)
+        self.placement.release(request, forget=forget)
         self.metrics.num_finished[reason.value] += 1
         self.metrics.e2e.observe(self._clock() - request.arrival)
         event.finish = reason
@@ -456,10 +477,6 @@ class Scheduler:
             error="the engine failed while it worked on this request; try it again",
         )
         return self._finish(request, event, FinishReason.ERROR, forget=True)
-
-
-def _rank(request: RequestState) -> tuple[int, float, int]:
-    return (-request.priority, request.arrival, request.number)
 
 
 def _place_in_plan(piece: RowSlice) -> int:

@@ -1,20 +1,28 @@
-"""Requests that hold no row yet, best first: higher priority, then earlier arrival.
+"""Requests that hold no row, best first: tier, priority, then the tenant that got least, then the most urgent.
 
-A preempted request keeps its arrival, so it comes back ahead of younger ones. Bounded by the scheduler.
+Whoever waits rises by one priority for each `AGEING_SECONDS`, so that no stream of better requests can keep it waiting
+for ever; the batch tier does not rise, since it is there to wait. Bounded by the scheduler.
 """
 
 import heapq
 from collections.abc import Iterator
 
-from penstock.engine.scheduler.request_state import RequestState
+from penstock.engine.scheduler.request_state import LevelKey, RequestState, TenantAccount
+from penstock.engine.scheduler.tenant_account import Level
+from penstock.request import MAX_PRIORITY
+
+AGEING_SECONDS = 10.0
 
 
 class WaitingQueue:
-    """A heap with lazy removal: aborting is O(1)."""
+    """Every operation is logarithmic in the number of tenants and requests, beside moving a list's tail."""
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, float, int]] = []
+    def __init__(self, quantum: float) -> None:
+        self._quantum = quantum
+        self._levels: dict[LevelKey, Level] = {}
+        self._order: list[Level] = []  # best first
         self._members: dict[int, RequestState] = {}
+        self._risers: list[tuple[float, int]] = []  # when a waiting request rises next
 
     def __len__(self) -> int:
         return len(self._members)
@@ -22,24 +30,76 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._members.values())
 
-    def push(self, request: RequestState) -> None:
+    @property
+    def levels(self) -> list[Level]:
+        return self._order
+
+    def open_account(self, level: LevelKey, tenant: str, weight: float) -> TenantAccount:
+        """Return the account that a request of the tenant counts for; `dismiss` the request at its end."""
+        account = self._level(level).account(tenant, weight)
+        account.num_open += 1
+        return account
+
+    def dismiss(self, request: RequestState) -> None:
+        """Take an ended request off its account."""
+        request.account.num_open -= 1
+        self._levels[request.level].close(request.account)
+
+    def push(self, request: RequestState, now: float) -> None:
         self._members[request.number] = request
-        heapq.heappush(self._heap, (-request.priority, request.arrival, request.number))
+        self._levels[request.level].push(request)
+        if _can_rise(request):
+            heapq.heappush(self._risers, (now + AGEING_SECONDS, request.number))
 
     def best(self) -> RequestState | None:
-        """The request to admit next. Changes nothing."""
-        while self._heap:
-            request = self._members.get(self._heap[0][2])
-            if request is not None:
-                return request
-            heapq.heappop(self._heap)
+        """The request to start next."""
+        for level in self._order:
+            best = level.best()
+            if best is not None:
+                return best
         return None
 
     def remove(self, request: RequestState) -> None:
         del self._members[request.number]
-        if self._heap and self._heap[0][2] == request.number:
-            heapq.heappop(self._heap)
-        elif len(self._heap) > 2 * len(self._members) + 16:
-            # Drop the ghosts of aborted requests once they outnumber the members.
-            self._heap = [entry for entry in self._heap if entry[2] in self._members]
-            heapq.heapify(self._heap)
+        self._levels[request.level].remove(request)
+        if len(self._risers) > 2 * len(self._members) + 16:
+            # Drop the ghosts of those that left once they outnumber the members.
+            self._risers = [entry for entry in self._risers if entry[1] in self._members]
+            heapq.heapify(self._risers)
+
+    def change_rows(self, request: RequestState, change: int) -> None:
+        """The request got or left a row."""
+        self._levels[request.level].change_rows(request.account, change)
+
+    def least_counters(self) -> dict[LevelKey, float]:
+        """The counter of the tenant that got least, at each level where somebody waits."""
+        return {level.key: level.least() for level in self._order if level.best() is not None}
+
+    def age(self, now: float) -> None:
+        """Let those rise that have waited long enough."""
+        while self._risers and self._risers[0][0] <= now:
+            request = self._members.get(heapq.heappop(self._risers)[1])
+            if request is None or not _can_rise(request):
+                continue
+            weight = request.account.weight
+            self.remove(request)
+            self.dismiss(request)
+            request.level = (request.level[0], request.level[1] - 1)
+            request.account = self.open_account(request.level, request.tenant, weight)
+            self.push(request, now)
+
+    def _level(self, key: LevelKey) -> Level:
+        level = self._levels.get(key)
+        if level is None:
+            level = self._levels[key] = Level(key, self._quantum)
+            self._order = sorted(self._levels.values(), key=_level_key)
+        return level
+
+
+def _can_rise(request: RequestState) -> bool:
+    tier, rank = request.level
+    return tier == 0 and rank > -MAX_PRIORITY
+
+
+def _level_key(level: Level) -> LevelKey:
+    return level.key

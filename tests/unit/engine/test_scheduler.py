@@ -1,6 +1,7 @@
 """The scheduler over random schedules: the same tokens always, every block back, one end per request."""
 
 import dataclasses
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -12,10 +13,12 @@ from penstock.engine.cache.kv_cache import KvCache
 from penstock.engine.engine import Engine
 from penstock.engine.messages import Submit, TokenEvent
 from penstock.engine.metrics import EngineMetrics
-from penstock.engine.scheduler.scheduler import MAX_PREEMPTIONS, Scheduler, SchedulerConfig
+from penstock.engine.scheduler.foresight import Foresight
+from penstock.engine.scheduler.placement import MAX_PREEMPTIONS
+from penstock.engine.scheduler.scheduler import Scheduler, SchedulerConfig
 from penstock.engine.speculative.ngram import NgramDrafter
 from penstock.errors import ContextTooLong, InvalidParameter, Overloaded
-from penstock.request import FinishReason, SamplingParams
+from penstock.request import FinishReason, SamplingParams, Tier
 from tests.fakes.fake_runner import FakeRunner, expected_tokens
 
 VOCAB = 97
@@ -35,6 +38,7 @@ def make_engine(
     share_prefixes=True,
     vocab_size=VOCAB,
     expected_output=64.0,
+    foresight=False,
 ):
     cache = KvCache(
         num_blocks,
@@ -52,13 +56,20 @@ def make_engine(
         draft_tokens=drafts,
         expected_output_tokens=expected_output,
     )
-    scheduler = Scheduler(config, cache, EngineMetrics(), drafter=NgramDrafter() if drafts else None)
+    scheduler = Scheduler(
+        config,
+        cache,
+        EngineMetrics(),
+        drafter=NgramDrafter() if drafts else None,
+        foresight=Foresight.make(max_step_tokens=max_step_tokens, clock=time.monotonic) if foresight else None,
+    )
     return Engine(scheduler, FakeRunner(max_running, vocab_size, BLOCK))
 
 
-def submit(name, prompt, *, seed=1, **params):
+def submit(name, prompt, *, seed=1, terms=None, **params):
     params.setdefault("max_tokens", 8)
-    return Submit(request_id=name, prompt=prompt, params=SamplingParams(seed=seed, **params), arrival=0.0)
+    sampling = SamplingParams(seed=seed, **params)
+    return Submit(request_id=name, prompt=prompt, params=sampling, arrival=0.0, **(terms or {}))
 
 
 def drain(engine, limit=5000):
@@ -89,7 +100,9 @@ def assert_clean(engine):
     assert len(scheduler.waiting) == 0
     assert scheduler.cache.pool.num_held == 0
     assert sorted(scheduler.cache.pool.free_blocks()) == list(range(1, scheduler.cache.pool.num_blocks + 1))
-    assert scheduler._firmly_promised == scheduler._loosely_promised == 0
+    placement = scheduler.placement
+    assert placement.firmly_promised == placement.loosely_promised == 0
+    assert not placement.parked
     assert not engine._numbers
 
 
@@ -101,6 +114,14 @@ requests = st.lists(
         st.integers(1, 20),  # max_tokens
         st.integers(0, 12),  # steps to wait before the next one comes
         st.booleans(),  # whether it is aborted half-way
+        st.fixed_dictionaries(
+            {
+                "tenant": st.sampled_from("ab"),
+                "weight": st.sampled_from([0.5, 1.0, 4.0]),
+                "priority": st.sampled_from([0, 0, 0, 1]),
+                "tier": st.sampled_from([Tier.ONLINE, Tier.ONLINE, Tier.BATCH]),
+            }
+        ),
     ),
     min_size=1,
     max_size=14,
@@ -117,9 +138,10 @@ requests = st.lists(
     drafts=st.sampled_from([0, 3]),
     small_vocab=st.booleans(),
     expected_output=st.sampled_from([0.0, 4.0, 64.0]),
+    foresight=st.booleans(),
 )
 def test_every_schedule_gives_the_same_tokens_and_returns_every_block(
-    requests, num_blocks, max_running, extra_budget, host_slots, drafts, small_vocab, expected_output
+    requests, num_blocks, max_running, extra_budget, host_slots, drafts, small_vocab, expected_output, foresight
 ):
     vocab = 17 if small_vocab else VOCAB
     engine = make_engine(
@@ -130,6 +152,7 @@ def test_every_schedule_gives_the_same_tokens_and_returns_every_block(
         drafts=drafts,
         vocab_size=vocab,
         expected_output=expected_output,
+        foresight=foresight,
     )
     wanted, events, aborted = {}, {}, set()
 
@@ -138,10 +161,10 @@ def test_every_schedule_gives_the_same_tokens_and_returns_every_block(
             for _, event in engine.step():
                 events.setdefault(event.request_id, []).append(event)
 
-    for index, (family, shared, own, max_tokens, wait, abort) in enumerate(requests):
+    for index, (family, shared, own, max_tokens, wait, abort, terms) in enumerate(requests):
         prompt = [(family * 31 + i) % vocab for i in range(shared)] + [(index * 7 + i) % vocab for i in range(own)]
         name = f"r{index}"
-        assert engine.submit(submit(name, prompt, seed=index, max_tokens=max_tokens)) == []
+        assert engine.submit(submit(name, prompt, seed=index, terms=terms, max_tokens=max_tokens)) == []
         wanted[name] = reference(prompt, index, max_tokens, vocab_size=vocab)
         run(wait)
         if abort:
@@ -241,13 +264,13 @@ def test_long_prompts_run_in_chunks_beside_decoding_requests():
 def test_a_request_is_preempted_only_so_often():
     engine = make_engine(num_blocks=17, max_running=8, max_step_tokens=64, expected_output=0.0)
     preempted = {}
-    original = engine.scheduler._preempt
+    original = engine.scheduler.placement.preempt
 
     def count(request):
         original(request)
         preempted[request.request_id] = request.num_preemptions
 
-    engine.scheduler._preempt = count
+    engine.scheduler.placement.preempt = count
     for index in range(12):
         engine.submit(submit(f"r{index}", [index, 1, 2], seed=index, max_tokens=60, ignore_eos=True))
     drain(engine)

@@ -29,7 +29,7 @@ def every_subclass(kind):
 @pytest.mark.parametrize(
     "kind",
     [errors.RequestError, *every_subclass(errors.RequestError), errors.Overloaded, errors.EngineUnavailable,
-     errors.NotReady, errors.EngineFailed],
+     errors.DeadlineExceeded, errors.NotReady, errors.EngineFailed],
 )  # fmt: skip
 def test_every_error_for_callers_is_in_the_catalogue(kind):
     assert kind.code in CATALOGUE

@@ -1,0 +1,29 @@
+"""The parts that let a scheduler look ahead, made to fit each other: cost model, step times, pace, admission.
+
+A scheduler without foresight (a batch of which only the end counts) runs steps as large as they may be and promises
+nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.engine.scheduler.admission import Admission
+from penstock.engine.scheduler.cost_model import CostModel, StepCosts
+from penstock.engine.scheduler.serving_pace import ServingPace
+from penstock.engine.scheduler.step_times import StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    model: CostModel
+    times: StepTimes
+    pace: ServingPace
+    admission: Admission
+
+    @classmethod
+    def make(cls, *, max_step_tokens: int, clock: Callable[[], float], known: StepCosts | None = None) -> "Foresight":
+        """Return parts that learn from the steps that run, from `known` costs on where there are any."""
+        model = CostModel(known)
+        times = StepTimes(model, clock)
+        pace = ServingPace(times, max_step_tokens, clock)
+        return cls(model, times, pace, Admission(times, pace))

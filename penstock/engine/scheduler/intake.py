@@ -1,0 +1,22 @@
+"""What is wrong with a submitted request, if anything. Knows nothing of what else runs."""
+
+from penstock.engine.messages import Submit
+from penstock.errors import ContextTooLong, InvalidParameter
+from penstock.request import MAX_PRIORITY
+
+
+def check_submit(submit: Submit, *, max_context_tokens: int, vocab_size: int) -> None:
+    """Raise a RequestError for the first thing that the engine cannot run."""
+    num_prompt = len(submit.prompt)
+    if num_prompt == 0:
+        raise InvalidParameter("prompt", [], "give at least one token")
+    if num_prompt >= max_context_tokens:
+        raise ContextTooLong(num_prompt, max_context_tokens)
+    submit.params.validate(vocab_size)
+    if max(submit.prompt) >= vocab_size or min(submit.prompt) < 0:
+        raise InvalidParameter("prompt", "a token id", f"give token ids from 0 to {vocab_size - 1}")
+    if not -MAX_PRIORITY <= submit.priority <= MAX_PRIORITY:
+        right = f"give an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+        raise InvalidParameter("priority", submit.priority, right)
+    if not 0.0 < submit.weight < float("inf"):
+        raise InvalidParameter("weight", submit.weight, "give a number over 0")

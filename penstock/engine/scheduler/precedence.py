@@ -1,0 +1,109 @@
+"""Who goes before whom: for a row, for prompt tokens, for a step.
+
+A better level goes before a worse one. Within a level the tenant that holds fewest rows for its weight goes first,
+unless it has got `quantum` more than another that waits: then the one that got least. A tenant that waits takes a row
+of one that holds more than its share, or leads it by `quantum`; and while a tenant's prompt runs, those who hold more
+rows than it leave it the step, until it has got `quantum` more than they. Changes nothing.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from penstock.engine.scheduler.pace import Ready
+from penstock.engine.scheduler.request_state import LevelKey, RequestState, TenantAccount
+
+# A row without a promised time per token pauses no longer than this between two tokens.
+MAX_PAUSE_SECONDS = 0.25
+
+# Smaller goes first.
+Precedence = tuple[LevelKey, bool, float, float, float, int]
+
+
+class Order:
+    """Whose prompt runs first: the tenant that holds fewest rows, unless it leads, then the one that got least."""
+
+    def __init__(self, requests: Iterable[RequestState], least_waiting: dict[LevelKey, float], quantum: float) -> None:
+        self._quantum = quantum
+        self._least = dict(least_waiting)
+        for request in requests:
+            counter = request.account.counter
+            self._least[request.level] = min(counter, self._least.get(request.level, counter))
+
+    def of(self, request: RequestState) -> Precedence:
+        account = request.account
+        leads = account.counter - self._least.get(request.level, account.counter) > self._quantum / account.weight
+        return (request.level, leads, account.share, account.counter, request.due, request.number)
+
+
+def displaced_by(request: RequestState, running: Sequence[RequestState], quantum: float) -> RequestState | None:
+    """Return the running request that has to make room for `request`, None if none has."""
+    if not running:
+        return None
+    worst = running[-1].level
+    if worst > request.level:
+        tenant = max(_holders(running, worst), key=_counter)
+        return _youngest(running, tenant)
+    if worst < request.level:
+        return None
+    own = request.account
+    others = [account for account in _holders(running, worst) if account is not own]
+    if not others:
+        return None
+    leader = max(others, key=_counter)
+    if leader.counter - own.counter > quantum / leader.weight:
+        return _youngest(running, leader)
+    # A share of rows is no reason to break a promise; having got more than others is.
+    open_rows = [other for other in running if other.targets.time_per_token_seconds is None]
+    others = [account for account in _holders(open_rows, worst) if account is not own]
+    if not others:
+        return None
+    richest = max(others, key=_share)
+    share_after = (own.num_rows + 1) / own.weight
+    if own.counter - richest.counter <= quantum / own.weight and share_after <= (richest.num_rows - 1) / richest.weight:
+        return _youngest(open_rows, richest)
+    return None
+
+
+def give_way(ready: Sequence[Ready], quantum: float, now: float) -> Sequence[Ready]:
+    """Return who runs in the next step: whoever holds more than the tenant of the most urgent prompt pauses."""
+    prompts = [request for request, remaining in ready if remaining > 1]
+    if not prompts:
+        return ready
+    best = min(prompts, key=Order(prompts, {}, quantum).of)
+    pausing = {id(account) for account in _accounts(ready) if _owes(account, best, quantum)}
+    staying = [item for item in ready if item[1] > 1 or not _pauses(item[0], best, pausing, now)]
+    return ready if len(staying) == len(ready) else staying
+
+
+def _accounts(ready: Sequence[Ready]) -> Iterable[TenantAccount]:
+    return {id(request.account): request.account for request, _ in ready}.values()
+
+
+def _owes(account: TenantAccount, best: RequestState, quantum: float) -> bool:
+    return (
+        account.share > best.account.share and best.account.counter - account.counter <= quantum / best.account.weight
+    )
+
+
+def _pauses(request: RequestState, best: RequestState, pausing: set[int], now: float) -> bool:
+    if request.level < best.level or (request.level == best.level and id(request.account) not in pausing):
+        return False
+    if request.targets.time_per_token_seconds is not None:
+        return False
+    return request.last_token_at is None or now - request.last_token_at < MAX_PAUSE_SECONDS
+
+
+def _holders(running: Sequence[RequestState], level: LevelKey) -> Iterable[TenantAccount]:
+    return {id(request.account): request.account for request in running if request.level == level}.values()
+
+
+def _youngest(running: Sequence[RequestState], account: TenantAccount) -> RequestState:
+    """The tenant's request that came last: it has been given least."""
+    return next(request for request in reversed(running) if request.account is account)
+
+
+def _counter(account: TenantAccount) -> float:
+    return account.counter
+
+
+def _share(account: TenantAccount) -> float:
+    return account.share

@@ -1,0 +1,196 @@
+"""Targets that were accepted are met, and what cannot be met is refused at once with the time to come back."""
+
+import random
+
+import pytest
+
+from penstock.engine.scheduler.cost_model import StepShape
+from penstock.errors import DeadlineExceeded, Overloaded, TargetUnreachable
+from penstock.request import FinishReason, Targets
+from tests.fakes.virtual_engine import H200_LLAMA_8B, VirtualEngine, percentile, request
+
+TARGETS = Targets(ttft_seconds=0.5, time_per_token_seconds=0.03)
+
+
+def poisson(rate, count, *, seed=0, targets=TARGETS, **terms):
+    rng, now, load = random.Random(seed), 0.0, []
+    for index in range(count):
+        now += rng.expovariate(rate)
+        load.append(request(f"{seed}-{index}", now, targets=targets, **terms))
+    return load
+
+
+def in_time(outcome):
+    return not outcome.refused and outcome.ttft <= 0.5 and outcome.time_per_token <= 0.03
+
+
+def goodput(outcomes):
+    """Requests a second that met their targets."""
+    last = max(outcome.token_times[-1] for outcome in outcomes.values() if outcome.token_times)
+    return sum(map(in_time, outcomes.values())) / last
+
+
+@pytest.mark.parametrize("known", [H200_LLAMA_8B, None], ids=["known", "learnt"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_at_30_requests_a_second_at_least_26_meet_their_targets(seed, known):
+    assert goodput(VirtualEngine(known=known).run(poisson(30, 300, seed=seed))) >= 26.0
+
+
+def test_at_twice_the_capacity_goodput_stays_within_a_tenth_of_its_peak():
+    peak = max(goodput(VirtualEngine(known=H200_LLAMA_8B).run(poisson(rate, rate * 7))) for rate in (32, 36))
+    overloaded = VirtualEngine(known=H200_LLAMA_8B).run(poisson(70, 70 * 7))
+    assert goodput(overloaded) >= 0.9 * peak
+    assert sum(outcome.refused for outcome in overloaded.values()) > 150
+
+
+def test_no_promise_is_broken_however_many_ask():
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    engine.run(poisson(90, 900))
+    promises = engine.engine.stats().promises
+    assert promises["ttft"]["kept"] > 250
+    assert promises["ttft"]["broken"] == promises["time_per_token"]["broken"] == 0
+
+
+def test_a_machine_that_turns_slow_breaks_promises_and_says_so():
+    slow_after = 2.0
+
+    def seconds(shape: StepShape) -> float:
+        return H200_LLAMA_8B.seconds(shape) * (8.0 if engine.clock.now > slow_after else 1.0)
+
+    engine = VirtualEngine(seconds, known=H200_LLAMA_8B)
+    engine.run(poisson(25, 100))
+    promises = engine.engine.stats().promises
+    assert promises["time_per_token"]["broken"] > 0
+    assert sum(promises["ttft"].values()) + sum(engine.engine.stats().num_refused.values()) == 100
+
+
+def test_a_refusal_comes_at_once_and_its_retry_after_is_when_it_fits():
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    for index in range(60):
+        engine.submit(request(f"{index}", 0.0))
+    refusal = engine.submit(request("refused", 0.0, targets=TARGETS)).last
+    assert refusal is not None
+    assert refusal.error_code == Overloaded.code
+    wait = refusal.retry_after_seconds
+    assert wait is not None and wait > 0.5
+    engine.run([], until=0.85 * wait)
+    assert engine.submit(request("too-soon", engine.clock.now, targets=TARGETS)).refused
+    engine.run([], until=1.1 * wait)
+    again = engine.submit(request("in-time", engine.clock.now, targets=TARGETS))
+    engine.run([])
+    assert in_time(again)
+
+
+def test_best_effort_is_accepted_late_and_counts_as_no_promise():
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    outcomes = engine.run([request(f"{index}", 0.0, targets=TARGETS, best_effort=True) for index in range(120)])
+    assert not any(outcome.refused for outcome in outcomes.values())
+    assert not all(map(in_time, outcomes.values()))
+    assert engine.engine.stats().promises["ttft"] == {"kept": 0, "broken": 0}
+
+
+def test_without_targets_nothing_is_refused_but_by_a_full_queue():
+    outcomes = VirtualEngine(known=H200_LLAMA_8B).run(poisson(90, 600, targets=Targets()))
+    assert not any(outcome.refused for outcome in outcomes.values())
+
+
+def test_a_full_queues_retry_after_is_when_a_place_is_free():
+    engine = VirtualEngine(known=H200_LLAMA_8B, max_running=4, max_waiting=2)
+    for index in range(6):
+        engine.submit(request(f"{index}"))
+    engine.run([], until=0.2)
+    refused = engine.submit(request("refused", engine.clock.now)).last
+    assert refused is not None and refused.retry_after_seconds is not None
+    start = engine.clock.now
+    engine.run([], until=start + 0.8 * refused.retry_after_seconds)
+    assert engine.submit(request("too-soon", engine.clock.now)).refused
+    engine.run([], until=start + 1.2 * refused.retry_after_seconds)
+    assert not engine.submit(request("in-time", engine.clock.now)).refused
+
+
+def test_a_target_that_an_idle_engine_could_not_meet_is_the_callers_mistake():
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    slow = engine.submit(request("a", prompt=30_000, targets=Targets(ttft_seconds=0.1)))
+    fast = engine.submit(request("b", targets=Targets(time_per_token_seconds=0.001)))
+    for outcome in (slow, fast):
+        assert outcome.last is not None
+        assert outcome.last.error_code == TargetUnreachable.code
+
+
+def test_running_requests_keep_their_time_per_token_while_long_prompts_arrive():
+    talk = [request(f"t{index}", 0.01 * index, prompt=200, answer=150, targets=TARGETS) for index in range(20)]
+    long = [request(f"l{index}", 0.5 + 0.3 * index, prompt=16_000, answer=4) for index in range(6)]
+    outcomes = VirtualEngine(known=H200_LLAMA_8B).run(talk + long)
+    assert all(in_time(outcomes[item.request_id]) for item in talk)
+
+
+def test_the_time_to_first_token_is_foreseen():
+    engine = VirtualEngine(known=None)
+    engine.run(poisson(28, 250))
+    stats = engine.engine.stats()
+    assert stats.ttft_prediction_error is not None and stats.ttft_prediction_error < 0.25
+    assert stats.cost_model_error is not None and stats.cost_model_error < 0.10
+
+
+def test_the_request_with_least_slack_goes_first():
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    patient = [request(f"p{index}", 0.0, targets=Targets(ttft_seconds=5.0)) for index in range(20)]
+    hurried = request("hurried", 0.02, targets=Targets(ttft_seconds=0.15))
+    outcomes = engine.run([*patient, hurried])
+    assert outcomes["hurried"].ttft <= 0.15
+    assert all(outcomes[item.request_id].ttft <= 5.0 for item in patient)
+
+
+# ---------------------------------------------------------------- deadlines
+
+
+@pytest.mark.parametrize(("deadline", "phase"), [(0.001, "waiting"), (0.2, "prefilling"), (1.2, "decoding")], ids=str)
+def test_a_deadline_ends_a_request_within_one_step_in_any_phase(deadline, phase):
+    engine = VirtualEngine(known=H200_LLAMA_8B, max_running=1, max_context_tokens=40_000)
+    if phase == "waiting":
+        engine.submit(request("before", answer=500))
+        engine.run([], until=0.1)
+    started = engine.clock.now
+    outcome = engine.submit(
+        request("late", started, prompt=30_000, answer=2000, deadline=started + deadline, best_effort=True)
+    )
+    while outcome.last is None:
+        before = engine.clock.now
+        engine.run([], until=before + 1e-6)
+    assert outcome.last.finish is FinishReason.ERROR
+    assert outcome.last.error_code == DeadlineExceeded.code
+    assert bool(outcome.token_times) == (phase == "decoding")
+    longest = max(H200_LLAMA_8B.seconds(shape) for shape in engine.runner.shapes)
+    assert engine.clock.now - (started + deadline) <= 2 * longest
+    engine.run([])
+    assert engine.scheduler.cache.pool.num_held == 0
+
+
+def test_a_deadline_that_has_passed_is_refused_before_it_costs_anything():
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    engine.clock.now = 5.0
+    outcome = engine.submit(request("a", 4.0, deadline=4.5))
+    assert outcome.last is not None
+    assert outcome.last.error_code == DeadlineExceeded.code
+    assert not engine.engine.has_work
+
+
+def test_a_deadline_that_comes_before_the_first_token_could_is_refused():
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    for index in range(100):
+        engine.submit(request(f"{index}"))
+    outcome = engine.submit(request("hopeless", deadline=0.05))
+    assert outcome.last is not None
+    assert outcome.last.error_code == Overloaded.code
+
+
+def test_deadlines_are_counted_as_kept_or_broken():
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    engine.run([request("kept", deadline=60.0), request("broken", answer=4000, deadline=1.0)])
+    assert engine.engine.stats().promises["deadline"] == {"kept": 1, "broken": 1}
+
+
+def test_most_steps_are_no_longer_than_a_promise_allows():
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    engine.run(poisson(34, 400))
+    assert percentile(map(H200_LLAMA_8B.seconds, engine.runner.shapes), 0.95) <= 0.030
