@@ -65,6 +65,12 @@ class Options:
 
     max_running: int | None = _option("scheduler", "Most requests in one step", None, low=1, high=4096)
     max_step_tokens: int | None = _option("scheduler", "Most tokens in one step (sizes prefill chunks)", None, low=1)
+    target_ttft_ms: float | None = _option(
+        "scheduler", "Time to first token that is promised where a request names none; else none is", None, low=1.0
+    )
+    target_time_per_token_ms: float | None = _option(
+        "scheduler", "Mean time per token that is promised where a request names none; else none is", None, low=0.1
+    )
     max_waiting: int = _option("scheduler", "Most requests in the queue; more are refused with 429", 1024, low=0)
     speculative: str = _option(
         "scheduler",

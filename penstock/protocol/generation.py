@@ -10,17 +10,28 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from penstock.errors import InvalidParameter, UnsupportedParameter
 from penstock.protocol.wire import WireModel
-from penstock.request import SamplingParams
+from penstock.request import NO_TARGETS, SamplingParams, Targets
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_TOKEN_LIST = 1024
+MAX_MILLISECONDS = 7 * 24 * 3600 * 1000
 
 
 class StreamOptions(WireModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+
+
+Milliseconds = Annotated[float | None, Field(gt=0, le=MAX_MILLISECONDS)]
+
+
+class WantedTargets(WireModel):
+    """What the caller wants of the answer's pace."""
+
+    ttft_ms: Milliseconds = Field(None, description="From the request's arrival to the first token")
+    time_per_token_ms: Milliseconds = Field(None, description="The mean over the tokens behind the first")
 
 
 def _stop_list(value: Any) -> Any:
@@ -71,6 +82,13 @@ class GenerationRequest(WireModel):
     repetition_penalty: float | None = None
     logit_bias: BiasMap = Field(None, description="Up to 1024 token ids, each to a bias from -100 to 100")
 
+    priority: int | None = Field(None, description="-10 to 10, larger goes first; a key may allow less")
+    targets: WantedTargets | None = Field(
+        None, description="What cannot be met is refused at once, with 429 and a time to come back"
+    )
+    deadline_ms: Milliseconds = Field(None, description="The request ends so long after its arrival, whatever it has")
+    best_effort: bool | None = Field(None, description="Rather late than refused, where targets cannot be met")
+
     @property
     def num_choices(self) -> int:
         return self.n or 1
@@ -90,6 +108,12 @@ class GenerationRequest(WireModel):
             raise InvalidParameter("stream_options", "given", "give it only with stream=true")
         if self.stream_options.include_obfuscation:
             raise UnsupportedParameter("stream_options.include_obfuscation", "leave it out or give false")
+
+    def wanted_targets(self) -> Targets:
+        wanted = self.targets
+        if wanted is None:
+            return NO_TARGETS
+        return Targets(_seconds(wanted.ttft_ms), _seconds(wanted.time_per_token_ms))
 
     def sampling_params(
         self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: bool = False
@@ -125,6 +149,10 @@ class GenerationRequest(WireModel):
                 raise InvalidParameter("logit_bias", key, 'give token ids as keys, such as {"42": -100}')
             biases[int(key)] = bias
         return biases
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 
 from penstock.engine.client import TokenStream
 from penstock.engine.messages import TokenEvent
-from penstock.errors import EngineFailed, EngineUnavailable, Overloaded, PenstockError, RequestError
+from penstock.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    EngineUnavailable,
+    Overloaded,
+    PenstockError,
+    RequestError,
+    TargetUnreachable,
+)
 from penstock.protocol.errors import CATALOGUE
 from penstock.protocol.generation import PromptTokensDetails, Usage
 from penstock.request import FinishReason
@@ -133,6 +141,10 @@ def _failure(event: TokenEvent) -> PenstockError:
     message = event.error or "the engine gave this request up; try again"
     if event.error_code == Overloaded.code:
         return Overloaded(message, retry_after_seconds=event.retry_after_seconds or 1.0)
+    if event.error_code == TargetUnreachable.code:
+        return TargetUnreachable(message, param="targets")
+    if event.error_code == DeadlineExceeded.code:
+        return DeadlineExceeded(message)
     if event.error_code == EngineUnavailable.code:
         return EngineUnavailable(message)
     kind = CATALOGUE.get(event.error_code or "")

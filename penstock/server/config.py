@@ -12,6 +12,7 @@ from pathlib import Path
 
 from penstock.config import Options, Setting, Sourced
 from penstock.errors import ConfigError
+from penstock.request import Targets
 from penstock.server.auth import load_keys
 from penstock.server.shared_prefixes import DeclaredPrefix, load_prefixes
 from penstock.store.location import NO_STORE, default_location, shown
@@ -37,6 +38,7 @@ class ServerConfig:
     admin: str | None = None  # ADDRESS:PORT or unix:PATH; None: a socket in the run folder
     shared_prefixes: tuple[DeclaredPrefix, ...] = ()
     chat_template: str | None  # the template's text, where it replaces the model's
+    targets: Targets  # promised where neither the request nor its key names any
     max_body_bytes: int
     drain_seconds: float
     log_format: LogFormat
@@ -67,6 +69,7 @@ def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
         admin=options.admin_listen,
         shared_prefixes=load_prefixes(options.shared_prefixes) if options.shared_prefixes is not None else (),
         chat_template=_read_template(options.chat_template) if options.chat_template is not None else None,
+        targets=Targets(_seconds(options.target_ttft_ms), _seconds(options.target_time_per_token_ms)),
         max_body_bytes=options.max_body_bytes,
         drain_seconds=options.drain_seconds,
         log_format=log_format,
@@ -81,6 +84,12 @@ def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
         Setting("store", NO_STORE if store is None else shown(store), sourced.why("store")),
         Setting("admin_listen", options.admin_listen or "a socket in the run folder", sourced.why("admin_listen")),
         Setting("shared_prefixes", options.shared_prefixes or "none", sourced.why("shared_prefixes")),
+        Setting("target_ttft_ms", _shown(options.target_ttft_ms), sourced.why("target_ttft_ms")),
+        Setting(
+            "target_time_per_token_ms",
+            _shown(options.target_time_per_token_ms),
+            sourced.why("target_time_per_token_ms"),
+        ),
         Setting("max_body_bytes", str(options.max_body_bytes), sourced.why("max_body_bytes")),
         Setting("drain_seconds", f"{options.drain_seconds:g}", sourced.why("drain_seconds")),
         Setting("log_format", log_format, why_log_format),
@@ -120,6 +129,14 @@ def _describe_keys(options: Options, keys: tuple[ApiKey, ...], store: str | None
     if options.keys is not None:
         return f"{options.keys} ({len(keys)} keys)"
     return "none: open" if store is None else "those in the store; without any: open"
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
+
+
+def _shown(milliseconds: float | None) -> str:
+    return "none" if milliseconds is None else f"{milliseconds:g}"
 
 
 def _is_loopback(host: str) -> bool:

@@ -11,6 +11,7 @@ from penstock.engine.client import EngineClient
 from penstock.engine.messages import EngineInfo
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import EngineUnavailable, UnknownModel
+from penstock.protocol.generation import GenerationRequest
 from penstock.server.chat_template import ChatTemplate
 from penstock.server.config import ServerConfig
 from penstock.server.metrics import ServerMetrics
@@ -18,7 +19,9 @@ from penstock.server.open_answers import OpenAnswers
 from penstock.server.readiness import Readiness
 from penstock.server.shared_prefixes import SharedPrefixes
 from penstock.server.tenancy import Tenancy
+from penstock.server.terms import Terms, agree
 from penstock.store.database import Database
+from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
 
 
@@ -46,6 +49,10 @@ class ServerContext:
     def check_model(self, name: str, caller: Caller) -> None:
         if name not in self.models_for(caller):
             raise UnknownModel(name, self.models_for(caller))
+
+    def terms(self, wanted: GenerationRequest, caller: Caller, record: RequestRecord) -> Terms:
+        """Agree on how soon and before whom a request is served."""
+        return agree(wanted, caller.terms, self.config.targets, record.arrival)
 
     def engine_info(self, caller: Caller) -> EngineInfo:
         """Return what the engine said of itself, with the caller's longest context where that is shorter.

@@ -9,6 +9,7 @@ from penstock.errors import PenstockError
 from penstock.request import SamplingParams
 from penstock.server.answer import Answer, Choice, Prompt
 from penstock.server.context import ServerContext
+from penstock.server.terms import Terms
 from penstock.server.text_assembly import TextAssembler
 from penstock.store.quotas import Need
 from penstock.telemetry import RequestRecord
@@ -22,6 +23,7 @@ async def begin_answer(
     prompts: list[Prompt],
     params: SamplingParams,
     *,
+    terms: Terms,
     num_choices: int,
     only_scores_prompt: bool = False,
 ) -> Answer:
@@ -53,7 +55,12 @@ async def begin_answer(
                     arrival=record.arrival,
                     tenant=caller.tenant,
                     num_public_tokens=context.shared_prefixes.count_tokens(prompt.token_ids),
-                    priority=caller.terms.priority or 0,
+                    weight=terms.weight,
+                    priority=terms.priority,
+                    targets=terms.targets,
+                    deadline=terms.deadline,
+                    best_effort=terms.best_effort,
+                    tier=terms.tier,
                 )
                 assembler = TextAssembler(context.tokenizer, own)
                 choices.append(Choice(index, prompt, stream, assembler, only_scores_prompt=only_scores_prompt))

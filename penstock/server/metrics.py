@@ -125,6 +125,10 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("penstock_kv_cache_utilization", "Part of the KV blocks that requests hold, 0 to 1", use)
     yield GaugeMetricFamily("penstock_kv_blocks", "KV blocks in all", stats.num_blocks)
     yield GaugeMetricFamily("penstock_kv_blocks_used", "KV blocks that requests hold", stats.num_used_blocks)
+    text = "Median relative error of the step-cost model over the last steps"
+    yield GaugeMetricFamily("penstock_cost_model_error", text, stats.cost_model_error or 0.0)
+    text = "Median relative error of the predicted time to first token over the last requests"
+    yield GaugeMetricFamily("penstock_ttft_prediction_error", text, stats.ttft_prediction_error or 0.0)
     text = "Free KV blocks whose content a prompt may still reuse"
     yield GaugeMetricFamily("penstock_kv_blocks_cached", text, stats.num_cached_blocks)
 
@@ -139,7 +143,16 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
     yield CounterMetricFamily("penstock_prefix_hit_tokens", text, stats.prefix_hit_tokens)
     text = "Times a running request gave its blocks back"
     yield CounterMetricFamily("penstock_preemptions", text, stats.num_preemptions)
-    yield CounterMetricFamily("penstock_refused_requests", "Requests refused unstarted", stats.num_refused)
+    refused = CounterMetricFamily("penstock_refused_requests", "Requests refused unstarted", labels=["reason"])
+    for reason, count in stats.num_refused.items():
+        refused.add_metric([reason], count)
+    yield refused
+    text = "Targets that requests were accepted with, by kind and whether they were met: kept or broken"
+    promises = CounterMetricFamily("penstock_promises", text, labels=["kind", "outcome"])
+    for kind, outcomes in stats.promises.items():
+        for outcome, count in outcomes.items():
+            promises.add_metric([kind, outcome], count)
+    yield promises
     text = "Tokens guessed by speculation"
     yield CounterMetricFamily("penstock_drafted_tokens", text, stats.drafted_tokens)
     yield CounterMetricFamily("penstock_accepted_tokens", "Guesses that were right", stats.accepted_tokens)

@@ -34,6 +34,8 @@ OPTIONS = [
     "prefix_cache",
     "max_running",
     "max_step_tokens",
+    "target_ttft_ms",
+    "target_time_per_token_ms",
     "max_waiting",
     "speculative",
     "draft_tokens",

@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.engine.messages import EngineInfo, EngineStats, TokenEvent, TokenLogprob
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import EngineFailed, EngineUnavailable
 from penstock.request import FinishReason, SamplingParams
+from penstock.server.terms import Terms
 
 Step = TokenEvent | Exception | asyncio.Event  # an Event: wait until it is set
 
@@ -20,7 +22,7 @@ class Submitted:
     arrival: float
     tenant: str
     adapter: str
-    priority: int
+    terms: Terms
     num_public_tokens: int = 0
 
 
@@ -104,12 +106,12 @@ class FakeEngine:
         arrival: float,
         tenant: str = "",
         adapter: str = "",
-        priority: int = 0,
         num_public_tokens: int = 0,
+        **terms: Any,
     ) -> FakeStream:
         if not self.connected:
             raise EngineUnavailable("the engine is restarting; try again in a few seconds")
-        request = Submitted(prompt, params, request_id, arrival, tenant, adapter, priority, num_public_tokens)
+        request = Submitted(prompt, params, request_id, arrival, tenant, adapter, Terms(**terms), num_public_tokens)
         self.submitted.append(request)
         return FakeStream(request, self.script(request), self.aborted.append)
 

@@ -31,6 +31,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
         max_tokens, num_logprobs = chat.answer_limit(), chat.num_logprobs()
         params = chat.sampling_params(max_tokens=max_tokens, logprobs=num_logprobs)
         params.validate(info.vocab_size)
+        terms = context.terms(chat, caller, record)
         prompt = await chat_prompt(context, chat.messages, info)
         check_prompt(prompt, info, param="messages")
         limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
@@ -43,7 +44,9 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
             with_logprobs=num_logprobs is not None,
             with_usage=chat.wants_usage_chunk,
         )
-        answer = await begin_answer(context, caller, record, [prompt], params, num_choices=chat.num_choices)
+        answer = await begin_answer(
+            context, caller, record, [prompt], params, terms=terms, num_choices=chat.num_choices
+        )
         return AnswerResponse(answer, reply, stream=chat.wants_stream, record=record, answers=context.answers)
 
     return [

@@ -34,6 +34,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
         info = context.engine_info(caller)
         params = _params(wanted)
         params.validate(info.vocab_size)
+        terms = context.terms(wanted, caller, record)
         prompts = [await _prompt(context, prompt, info) for prompt in wanted.prompt]
         for prompt in prompts:
             check_prompt(prompt, info, param="prompt")
@@ -53,6 +54,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
             record,
             prompts,
             params,
+            terms=terms,
             num_choices=wanted.num_choices,
             only_scores_prompt=wanted.only_scores_prompt,
         )

@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 
 from penstock.engine.tokenizer import Tokenizer
+from penstock.request import NO_TARGETS
 from penstock.server.app import create_app
 from penstock.server.config import ServerConfig
 from penstock.server.connection import ConnectionLimits, connection_class
@@ -32,6 +33,7 @@ def make_config(**changes: object) -> ServerConfig:
         "served_name": MODEL,
         "keys": (),
         "chat_template": None,
+        "targets": NO_TARGETS,
         "max_body_bytes": 64 * 1024,
         "drain_seconds": 1.0,
         "log_format": "json",

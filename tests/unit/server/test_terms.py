@@ -1,0 +1,103 @@
+"""How soon and before whom: the request's word over its key's, and that over the server's."""
+
+import json
+
+import pytest
+
+from penstock.engine.messages import TokenEvent
+from penstock.errors import InvalidParameter
+from penstock.protocol.openai_completions import CompletionRequest
+from penstock.protocol.wire import parse_request
+from penstock.request import NO_TARGETS, FinishReason, Targets, Tier
+from penstock.server.terms import Terms, agree
+from penstock.tenants import KeyTerms
+from tests.unit.server.conftest import running_service
+
+
+def wanted(**fields):
+    body = {"model": "tiny", "prompt": "hi", **fields}
+    return parse_request(CompletionRequest, json.dumps(body).encode())
+
+
+def test_the_request_is_heard_before_its_key_and_that_before_the_server():
+    server, key = Targets(1.0, 0.05), KeyTerms(weight=2.0, priority=3, targets=Targets(0.5, None))
+    assert agree(wanted(), KeyTerms(), server, 0.0).targets == Targets(1.0, 0.05)
+    assert agree(wanted(), key, server, 0.0) == Terms(weight=2.0, priority=3, targets=Targets(0.5, 0.05))
+    asked = wanted(targets={"ttft_ms": 200, "time_per_token_ms": 20}, priority=-1, deadline_ms=1500, best_effort=True)
+    assert agree(asked, key, server, 10.0) == Terms(
+        weight=2.0, priority=-1, targets=Targets(0.2, 0.02), deadline=11.5, best_effort=True, tier=Tier.ONLINE
+    )
+
+
+def test_nobody_asks_for_more_than_its_key_allows():
+    with pytest.raises(InvalidParameter, match="priority: 4 is not usable; give an integer from -10 to 3"):
+        agree(wanted(priority=4), KeyTerms(priority=3), NO_TARGETS, 0.0)
+    assert agree(wanted(priority=10), KeyTerms(), NO_TARGETS, 0.0).priority == 10
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"priority": 11}, "priority"),
+        ({"priority": 1.5}, "priority"),
+        ({"targets": 5}, "targets"),
+        ({"targets": {"ttft": 5}}, "targets.ttft"),
+        ({"targets": {"ttft_ms": 0}}, "targets.ttft_ms"),
+        ({"targets": {"time_per_token_ms": -1}}, "targets.time_per_token_ms"),
+        ({"deadline_ms": 0}, "deadline_ms"),
+        ({"deadline_ms": 1e300}, "deadline_ms"),
+        ({"best_effort": "yes"}, "best_effort"),
+    ],
+)
+async def test_terms_that_make_no_sense_are_refused_by_name(service, fields, param):
+    response = await service.complete(**fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+async def test_terms_reach_the_engine(service):
+    await service.chat(targets={"ttft_ms": 250}, priority=2, deadline_ms=60_000, best_effort=True)
+    terms = service.engine.submitted[0].terms
+    assert (terms.priority, terms.targets, terms.best_effort) == (2, Targets(0.25, None), True)
+    assert terms.deadline - service.engine.submitted[0].arrival == pytest.approx(60.0)
+
+
+async def test_the_servers_targets_hold_where_a_request_names_none():
+    async with running_service(targets=Targets(0.5, 0.03)) as service:
+        await service.complete(targets={"ttft_ms": 100})
+        assert service.engine.submitted[0].terms.targets == Targets(0.1, 0.03)
+
+
+def refusal(code, **fields):
+    return lambda request: [
+        TokenEvent(request_id=request.request_id, finish=FinishReason.ERROR, error_code=code, error="no", **fields)
+    ]
+
+
+async def test_what_cannot_be_met_is_429_with_the_time_to_come_back(service):
+    service.engine.script = refusal("overloaded", retry_after_seconds=2.345)
+    response = await service.complete(targets={"ttft_ms": 100})
+    assert response.status_code == 429
+    assert (response.headers["retry-after"], response.headers["retry-after-ms"]) == ("3", "2345")
+
+
+async def test_a_target_that_nobody_could_meet_is_422(service):
+    service.engine.script = refusal("target_unreachable")
+    response = await service.complete(targets={"ttft_ms": 1})
+    assert (response.status_code, response.json()["error"]["code"]) == (422, "target_unreachable")
+
+
+async def test_a_deadline_is_504_or_a_streams_last_event(service):
+    service.engine.script = refusal("deadline_exceeded")
+    response = await service.complete(deadline_ms=5)
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+    def late(request):
+        spoken = service.engine.say(request, "Hello there", chunk=1)[:3]
+        return spoken + refusal("deadline_exceeded")(request)
+
+    service.engine.script = late
+    response = await service.complete(deadline_ms=5, stream=True)
+    events = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert json.loads(events[-1])["error"]["code"] == "deadline_exceeded"
+    assert json.loads(events[0])["choices"][0]["text"]
