@@ -77,9 +77,11 @@ class Admission:
         # Those ahead decode beside the request once their prompts have run: half of them, on the mean.
         rows = len(decoding) + int(ahead.requests / 2)
         shape = StepShape(rows, int(rows * mean_context))
-        chunk, step_seconds = self._pace.steady_step(shape, tightest)
-        wait = max(0.0, self._times.free_at(now) - now) + self._wait_for_place(request, load, ahead, step_seconds)
         num_tokens = ahead.tokens + len(request.tokens)
+        # The mean over all tokens to run of what lies before them, as far as it is this prompt's own.
+        context = int(len(request.tokens) ** 2 / (2 * num_tokens))
+        chunk, step_seconds = self._pace.steady_step(shape, tightest, context)
+        wait = max(0.0, self._times.free_at(now) - now) + self._wait_for_place(request, load, ahead, step_seconds)
         prefill = self._prefill_seconds(num_tokens, chunk, step_seconds, shape)
         after = StepShape(rows_after, int(rows_after * mean_context))
         return Forecast(
@@ -141,7 +143,7 @@ class Admission:
         return max(_LEAST_RETRY_SECONDS, seconds)
 
     def _alone_seconds(self, num_tokens: int) -> float:
-        chunk, seconds = self._pace.steady_step(StepShape(), None)
+        chunk, seconds = self._pace.steady_step(StepShape(), None, num_tokens // 2)
         return self._prefill_seconds(num_tokens, chunk, seconds, StepShape())
 
     def _prefill_seconds(self, num_tokens: float, chunk: int, step_seconds: float, shape: StepShape) -> float:

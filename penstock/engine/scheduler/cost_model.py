@@ -17,8 +17,8 @@ from penstock.engine.metrics import MedianWindow
 KNEES = (0, 64, 128, 256, 512)
 
 # Steps, and steps with prompts among them, after which a prediction may decide about a request.
-TRUSTED_STEPS = 30
-TRUSTED_PROMPT_STEPS = 5
+TRUSTED_STEPS = 16
+TRUSTED_PROMPT_STEPS = 3
 
 # Each step weighs this much less than the one after it: about 500 steps are remembered.
 _MEMORY = 0.998

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from penstock.engine.scheduler.cost_model import StepShape, with_prompt
 from penstock.engine.scheduler.foresight import Foresight
 from penstock.engine.scheduler.pace import Ready
+from penstock.engine.scheduler.serving_pace import decode_shape
 
 
 def hold_back_batch(ready: Sequence[Ready], budget: int, foresight: Foresight) -> Sequence[Ready]:
@@ -12,10 +13,9 @@ def hold_back_batch(ready: Sequence[Ready], budget: int, foresight: Foresight) -
     online = [(request, remaining) for request, remaining in ready if not request.is_batch]
     if not online:
         return ready
-    contexts = [request.computed + 1 for request, remaining in online if remaining == 1]
-    shape = StepShape(len(contexts), sum(contexts))
+    shape = decode_shape(online)
     prompts = sum([remaining for _, remaining in online if remaining > 1])
-    shape = with_prompt(shape, max(0, min(prompts, budget - len(contexts))), 0)
+    shape = with_prompt(shape, max(0, min(prompts, budget - shape.num_rows)), 0)
     most = foresight.pace.batch_allowance(shape)
     costs = foresight.model.costs
     for request, remaining in ready[len(online) :]:

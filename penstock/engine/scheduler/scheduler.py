@@ -22,6 +22,7 @@ from penstock.engine.scheduler.intake import check_submit
 from penstock.engine.scheduler.pace import Pace, Ready
 from penstock.engine.scheduler.placement import Placement
 from penstock.engine.scheduler.request_state import RequestState
+from penstock.engine.scheduler.serving_pace import chunk_sizes, decode_shape
 from penstock.engine.scheduler.step_plan import (
     RowSlice,
     SliceResult,
@@ -108,6 +109,8 @@ class Scheduler:
         self._next_number += 1
         self.requests[request.number] = request
         self.waiting.push(request, self._clock())
+        if self._foresight is not None:
+            self._foresight.pace.note_arrival(request.tenant)
         if request.deadline is not None:
             self._watch_deadline(request.deadline, request.number)
         self.metrics.prompt_tokens += request.num_prompt_tokens
@@ -293,11 +296,8 @@ class Scheduler:
         chunks: dict[int, int] = {}
         room = budget - num_singles
         if num_singles < len(ready):
-            order = self.placement.order(ready)
-            prompts = [(order.of(request), remaining) for request, remaining in ready if remaining > 1]
-            for (*_, number), remaining in sorted(prompts):
-                chunks[number] = min(remaining, max(0, room))
-                room -= chunks[number]
+            chunks = self._chunks(ready, room)
+            room -= sum(chunks.values())
         for request, remaining in ready:
             if remaining == 1 and self._drafter is None and self._launch_one(plan, request):
                 continue
@@ -308,6 +308,19 @@ class Scheduler:
             num_tokens = 1 + len(drafts) if remaining == 1 else chunks[request.number]
             if num_tokens > 0 and self.placement.make_room(plan, request, request.computed + num_tokens):
                 self._launch(plan, request, num_tokens, drafts)
+
+    def _chunks(self, ready: Sequence[Ready], room: int) -> dict[int, int]:
+        """How many tokens each prompt gets, by the request's number: the most urgent first."""
+        place = self.placement.order(ready).of
+        prompts = sorted([item for item in ready if item[1] > 1], key=lambda item: place(item[0]))
+        seconds = None if self._pace is None else self._pace.step_seconds(ready)
+        if seconds is not None and self._foresight is not None:
+            return chunk_sizes(prompts, decode_shape(ready), self._foresight.model.costs, seconds, room)
+        chunks = {}
+        for request, remaining in prompts:
+            chunks[request.number] = min(remaining, max(0, room))
+            room -= chunks[request.number]
+        return chunks
 
     def _admit(self, plan: StepPlan, ready: Sequence[Ready], budget: int) -> bool:
         """Start waiting requests, best first, while rows, blocks and prompt tokens last. True if anything changed."""

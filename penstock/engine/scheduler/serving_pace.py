@@ -11,8 +11,10 @@ from penstock.engine.scheduler.request_state import RequestState
 from penstock.engine.scheduler.step_times import StepTimes
 
 # Without targets, a step with prompts takes at most so many times what its decoding rows take alone: a request that
-# arrives meanwhile waits for it.
-_DECODE_TIMES = 1.5
+# arrives meanwhile waits for it. Less while several tenants are there, so that none waits long for another.
+_DECODE_TIMES = 2.5
+_SHARED_DECODE_TIMES = 1.75
+_SHARED_SECONDS = 10.0
 # ... but never so little that prompts alone would run slower than this part of the fastest they could.
 _LEAST_EFFICIENCY = 0.9
 _STEP_SIZES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
@@ -21,7 +23,7 @@ _TARGET_PART = 0.93
 # A request ahead of its target gives away this part of what it has saved, in one step.
 _SAVING_PART = 0.25
 # However late the answers are: prompts never stand still.
-_LEAST_PROMPT_TOKENS = 16
+LEAST_PROMPT_TOKENS = 16
 # Batch requests may make a step that online requests wait for longer by this part.
 _BATCH_PART = 0.05
 
@@ -35,19 +37,38 @@ class ServingPace(Pace):
         self._clock = clock
         self._efficient_for: StepCosts | None = None
         self._efficient_seconds = 0.0
+        self._last_arrival: tuple[str, float] | None = None  # tenant and time
+        self._shared_until = 0.0
+
+    def note_arrival(self, tenant: str) -> None:
+        """A request was taken in: while different tenants' follow each other closely, the engine is shared."""
+        now = self._clock()
+        if self._last_arrival is not None:
+            other, at = self._last_arrival
+            if other != tenant and now - at < _SHARED_SECONDS:
+                self._shared_until = now + _SHARED_SECONDS
+        self._last_arrival = (tenant, now)
 
     def step_tokens(self, ready: Sequence[Ready], waiting: Iterable[RequestState]) -> int:
-        singles = [request for request, remaining in ready if remaining == 1]
-        shape = StepShape(len(singles), sum([request.computed for request in singles]) + len(singles))
-        limited = [request for request in singles if request.targets.time_per_token_seconds is not None]
-        seconds = self._room(limited) if limited else self.comfortable_seconds(shape)
-        return shape.num_rows + self._prompt_tokens(seconds, shape)
+        shape = decode_shape(ready)
+        return shape.num_rows + self._prompt_tokens(self.step_seconds(ready), shape)
 
-    def steady_step(self, shape: StepShape, time_per_token: float | None) -> tuple[int, float]:
-        """Return how many prompt tokens run in a step beside `shape` while prompts wait, and how long it takes."""
+    def step_seconds(self, ready: Sequence[Ready]) -> float:
+        limited = [
+            request
+            for request, remaining in ready
+            if remaining == 1 and request.targets.time_per_token_seconds is not None
+        ]
+        return self._room(limited) if limited else self.comfortable_seconds(decode_shape(ready))
+
+    def steady_step(self, shape: StepShape, time_per_token: float | None, context: int = 0) -> tuple[int, float]:
+        """Return how many prompt tokens run in a step beside `shape` while prompts wait, and how long it takes.
+
+        `context` is how much of their prompts lies before these tokens.
+        """
         seconds = self.comfortable_seconds(shape) if time_per_token is None else time_per_token * _TARGET_PART
-        tokens = self._prompt_tokens(seconds, shape)
-        return tokens, self._times.model.seconds(with_prompt(shape, tokens, 0))
+        tokens = self._prompt_tokens(seconds, shape, context)
+        return tokens, self._times.model.seconds(with_prompt(shape, tokens, context))
 
     def comfortable_seconds(self, shape: StepShape) -> float:
         """How long a step with prompts may be where nobody said how long."""
@@ -55,7 +76,8 @@ class ServingPace(Pace):
         if costs is not self._efficient_for:
             self._efficient_for, self._efficient_seconds = costs, _efficient_seconds(costs, self._max_step_tokens)
         decode = costs.seconds(shape) if shape.num_rows else 0.0
-        return max(_DECODE_TIMES * decode, self._efficient_seconds)
+        times = _SHARED_DECODE_TIMES if self._clock() < self._shared_until else _DECODE_TIMES
+        return max(times * decode, self._efficient_seconds)
 
     def batch_allowance(self, shape: StepShape) -> float:
         """How long a step may take with batch work in it, that takes `shape` without."""
@@ -77,10 +99,32 @@ class ServingPace(Pace):
             room = min(room, spent)
         return room
 
-    def _prompt_tokens(self, seconds: float, shape: StepShape) -> int:
+    def _prompt_tokens(self, seconds: float, shape: StepShape, context: int = 0) -> int:
         most = self._max_step_tokens - shape.num_rows
-        fitting = self._times.model.costs.prompt_tokens_within(seconds, shape, 0, most)
-        return max(fitting, min(most, _LEAST_PROMPT_TOKENS))
+        fitting = self._times.model.costs.prompt_tokens_within(seconds, shape, context, most)
+        return max(fitting, min(most, LEAST_PROMPT_TOKENS))
+
+
+def decode_shape(ready: Sequence[Ready]) -> StepShape:
+    """A step of those that run one token."""
+    contexts = [request.computed + 1 for request, remaining in ready if remaining == 1]
+    return StepShape(len(contexts), sum(contexts))
+
+
+def chunk_sizes(
+    prompts: Sequence[Ready], shape: StepShape, costs: StepCosts, seconds: float, room: int
+) -> dict[int, int]:
+    """How many tokens of each prompt, by the request's number, fit beside `shape` into a step so long; best first."""
+    sizes: dict[int, int] = {}
+    for request, remaining in prompts:
+        most = min(remaining, max(0, room))
+        fitting = costs.prompt_tokens_within(seconds, shape, request.computed, most)
+        if not sizes:
+            fitting = max(fitting, min(most, LEAST_PROMPT_TOKENS))
+        sizes[request.number] = fitting
+        room -= fitting
+        shape = with_prompt(shape, fitting, request.computed)
+    return sizes
 
 
 def _efficient_seconds(costs: StepCosts, most: int) -> float:
