@@ -109,6 +109,11 @@ class Level:
 
     def _note_share(self, account: TenantAccount) -> None:
         heapq.heappush(self._by_share, (account.share, account.counter, account.tenant))
+        if len(self._by_share) > 2 * len(self._by_counter) + 64:
+            # Keep one entry, the true one, of each tenant that waits.
+            waiting = [self.accounts[tenant] for _, tenant in self._by_counter]
+            self._by_share = [(item.share, item.counter, item.tenant) for item in waiting if item.waiting]
+            heapq.heapify(self._by_share)
 
     def _poorest(self) -> TenantAccount | None:
         while self._by_share:

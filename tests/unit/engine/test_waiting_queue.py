@@ -1,0 +1,72 @@
+"""The queue's books stay small and true however requests come and go."""
+
+import random
+
+from penstock.engine.cache.kv_cache import RequestCache
+from penstock.engine.scheduler.request_state import RequestState
+from penstock.engine.scheduler.waiting_queue import WaitingQueue
+from penstock.request import SamplingParams
+
+QUANTUM = 100.0
+
+
+def make_request(queue, number, tenant, *, due=0.0, level=(0, 0), weight=1.0):
+    return RequestState(
+        number=number, client=b"", request_id=str(number), tokens=[1] * 4, num_prompt_tokens=4, max_total_tokens=8,
+        params=SamplingParams(), stop_ids=frozenset(), seed=0, arrival=0.0, cache=RequestCache(b""), tenant=tenant,
+        account=queue.open_account(level, tenant, weight), level=level, due=due,
+    )  # fmt: skip
+
+
+def test_the_tenant_with_fewest_rows_goes_first_until_it_leads_by_the_quantum():
+    queue = WaitingQueue(QUANTUM)
+    first, second = make_request(queue, 0, "a"), make_request(queue, 1, "b")
+    for item in (first, second):
+        queue.push(item, 0.0)
+    queue.change_rows(first, 1)
+    assert queue.best() is second
+    second.account.counter += QUANTUM / 2
+    assert queue.best() is second
+    second.account.counter += QUANTUM
+    assert queue.best() is first
+
+
+def test_the_most_urgent_request_of_a_tenant_goes_first():
+    queue = WaitingQueue(QUANTUM)
+    late, soon = make_request(queue, 0, "a", due=5.0), make_request(queue, 1, "a", due=1.0)
+    for item in (late, soon):
+        queue.push(item, 0.0)
+    assert queue.best() is soon
+    queue.remove(soon)
+    assert queue.best() is late
+
+
+def test_who_comes_back_starts_level_with_those_who_wait():
+    queue = WaitingQueue(QUANTUM)
+    waiting = make_request(queue, 0, "a")
+    queue.push(waiting, 0.0)
+    waiting.account.counter = 5000.0
+    newcomer = make_request(queue, 1, "b")
+    queue.push(newcomer, 0.0)
+    assert newcomer.account.counter == 5000.0
+
+
+def test_the_books_do_not_grow_with_what_has_passed():
+    queue, rng = WaitingQueue(QUANTUM), random.Random(1)
+    kept = make_request(queue, 0, "a")
+    queue.push(kept, 0.0)
+    for number in range(1, 3000):
+        item = make_request(queue, number, rng.choice("abc"), due=rng.random())
+        queue.push(item, 0.0)
+        chosen = queue.best()
+        assert chosen is not None
+        queue.change_rows(item, 1)
+        item.account.counter += rng.random()
+        queue.remove(item)
+        queue.change_rows(item, -1)
+        queue.dismiss(item)
+    (level,) = queue.levels
+    assert len(level._by_share) < 100
+    assert len(level._by_counter) <= 3
+    assert len(queue._risers) < 100
+    assert set(level.accounts) <= set("abc")
