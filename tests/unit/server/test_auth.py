@@ -200,4 +200,4 @@ async def test_a_key_sees_and_uses_only_its_own_models():
 async def test_a_keys_priority_goes_with_its_requests():
     async with running_service(keys=(ApiKey("alice", digest("a"), KeyTerms(priority=7)),)) as service:
         await service.chat(key="a")
-        assert service.engine.submitted[0].priority == 7
+        assert service.engine.submitted[0].terms.priority == 7
