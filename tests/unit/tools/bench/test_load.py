@@ -1,6 +1,7 @@
 """When requests leave, and whether the generator notices that it does not keep up."""
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -115,3 +116,12 @@ def test_each_figure_has_its_own_warning(lag_ms: float, late_ms: float, cpu_shar
     assert len(health.warnings) == len(words)
     for word, warning in zip(words, health.warnings, strict=True):
         assert word in warning
+
+
+def test_arrivals_keep_the_rate_they_name() -> None:
+    for seed in range(5):
+        starts = [request.start_seconds for request in workload("300x4+2").at_rate(30.0, seed).requests]
+        assert starts[0] == 0.0 and starts == sorted(starts)
+        assert 9.7 < starts[-1] < 10.0
+        gaps = [later - earlier for earlier, later in itertools.pairwise(starts)]
+        assert max(gaps) > 4 / 30  # still random
