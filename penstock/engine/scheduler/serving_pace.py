@@ -12,7 +12,7 @@ from penstock.engine.scheduler.step_times import StepTimes
 
 # Without targets, a step with prompts takes at most so many times what its decoding rows take alone: a request that
 # arrives meanwhile waits for it. Less while several tenants are there, so that none waits long for another.
-_DECODE_TIMES = 2.5
+_DECODE_TIMES = 3.5
 _SHARED_DECODE_TIMES = 1.75
 _SHARED_SECONDS = 10.0
 # ... but never so little that prompts alone would run slower than this part of the fastest they could.
