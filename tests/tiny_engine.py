@@ -33,9 +33,9 @@ class LoadedModel:
     model: Decoder
 
 
-def load_tiny(folder: Path) -> LoadedModel:
-    """Write a bare config.json into the folder and load random float32 weights for it."""
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+def load_tiny(folder: Path, **changes: object) -> LoadedModel:
+    """Write a bare config.json into the folder, with these entries changed, and load random float32 weights for it."""
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     files = ModelFiles("tiny", "folder", folder, folder / "config.json", load_format="dummy")
     spec = spec_for(files)
     config, _ = resolve(gather({"precision": "exact", "kv_memory": "1MiB"}, environ={}), spec, probe("cpu", spec))

@@ -229,7 +229,7 @@ class _Resolver:
             if self.facts.kind == "cuda" and _ITEM_BYTES[dtype] > 2 and smaller < free:
                 raise ConfigError("--precision", self.options.precision, f"{has}; give --precision bfloat16")
             raise ConfigError("--model", self.options.model, f"{has}; serve a smaller or more quantised one")
-        rest = free - weights - graph_bytes(self.spec, self.facts.kind) - lost_bytes(self.facts.kind, free)
+        rest = free - weights - graph_bytes(self.spec, self.facts.kind, max_running) - lost_bytes(self.facts.kind, free)
         room = rest - self._workspace_bytes(dtype, max_running, step_tokens, context)
         if room < self._block_bytes(dtype):
             self._refuse_step(dtype, max_running, step_tokens, context, rest)
@@ -277,7 +277,7 @@ class _Resolver:
             weight_bytes=self._weight_bytes(dtype),
             kv_bytes=num_blocks * self._block_bytes(dtype),
             workspace_bytes=self._workspace_bytes(dtype, max_running, step_tokens, context),
-            graph_bytes=0 if self.facts.is_simulated else graph_bytes(self.spec, self.facts.kind),
+            graph_bytes=0 if self.facts.is_simulated else graph_bytes(self.spec, self.facts.kind, max_running),
             block_tokens=self.options.block_tokens,
             num_blocks=num_blocks,
             max_context_tokens=context,

@@ -74,8 +74,14 @@ def workspace_bytes(
     return activations + logits + rows
 
 
-def graph_bytes(spec: ModelSpec, kind: str) -> int:
-    return _NUM_GRAPHS * spec.num_layers * _LAUNCHES_PER_LAYER * _LAUNCH_BYTES if kind == "cuda" else 0
+def graph_bytes(spec: ModelSpec, kind: str, max_running: int) -> int:
+    """Memory of captured steps: their launches, and the logits that each size of draw keeps."""
+    if kind != "cuda":
+        return 0
+    launches = _NUM_GRAPHS * spec.num_layers * _LAUNCHES_PER_LAYER * _LAUNCH_BYTES
+    # Sizes go up in sixteens: of decode steps, and of draws behind prompts.
+    kept_rows = max_running * (max_running + 16) // 32
+    return launches + 2 * kept_rows * spec.vocab_size * 4
 
 
 def lost_bytes(kind: str, free_bytes: int) -> int:

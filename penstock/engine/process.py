@@ -76,7 +76,8 @@ class EngineProcess:
     def run(self) -> None:
         """Serve until told to stop."""
         while not self._stopping:
-            self._receive(wait=not self._engine.has_work)
+            idle = not self._engine.has_work
+            self._receive(wait=idle and not self._engine.runner.use_idle_moment())
             if self._canary is not None:
                 self._canary.tick()
             if self._engine.has_work:

@@ -29,6 +29,10 @@ class Runner(ABC):
     def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
         """Fill blocks with what another engine read, before any step that is launched later."""
 
+    def use_idle_moment(self) -> bool:
+        """Do a little of what makes later steps faster, while nobody waits. False: there is nothing left to do."""
+        return False
+
     @abstractmethod
     def close(self) -> None:
         """Let go of threads, processes and memory."""

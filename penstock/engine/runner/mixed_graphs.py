@@ -1,11 +1,13 @@
 """Steps that hold prompts as captured graphs, over a ladder of token counts.
 
-Two graphs make a step: the forward pass of so many tokens in so many slices, and the draw for so many rows. Either
-runs as it is the first time its size is wanted, which readies its kernels, and is captured the second time, so that a
-server starts without them. Tokens of a step that are nobody's belong to the scratch row. Knows layouts and rows.
+Two graphs make a step: the forward pass of so many tokens in so many slices, and the draw for so many rows. The
+likeliest sizes are captured before serving begins, the others in idle moments; one that is wanted before that runs as
+it is, which readies its kernels, and is captured the second time. Tokens of a step that are nobody's belong to the
+scratch row. Knows layouts and rows.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -27,7 +29,9 @@ log = logging.getLogger(__name__)
 Size = TypeVar("Size")
 
 # A step is captured for so many slices: programs of the attention kernels that find no slice cost little, not nothing.
-_SLICE_COUNTS = (8, 32, 64, 128, 192, 256, 512, 1024, 2048)
+_SLICE_COUNTS = (32, 64, 128, 256, 512, 1024, 2048)
+# From so many tokens on, what such programs cost is lost beside the rest of the step.
+_MANY_TOKENS = 1024
 
 
 def token_counts(most: int) -> list[int]:
@@ -53,6 +57,14 @@ class _Captured(Generic[Size]):
         graph, output = self._graphs[size]
         graph.replay()
         return output
+
+    def prepare(self, size: Size, body: Callable[[Size], Tensor]) -> None:
+        """Capture a size that nobody asked for yet."""
+        if size not in self._graphs:
+            if size not in self._ready:
+                body(size)
+                self._ready.add(size)
+            self._capture(size, body)
 
     def _capture(self, size: Size, body: Callable[[Size], Tensor]) -> bool:
         """Capture a size. False, from the first that finds no memory: the others then run as they are."""
@@ -89,6 +101,18 @@ class _Places:
         return 2 * self.num_tokens + self.max_slices + -(-(2 * self.max_slices + 1 + self.plan_size) // 2)
 
 
+# A step that runs nothing for anybody.
+_NOTHING = Layout(
+    rows=np.zeros(0, np.int64),
+    positions=np.zeros(0, np.int64),
+    slice_rows=np.zeros(0, np.int64),
+    query_starts=np.zeros(1, np.int64),
+    context_lens=np.zeros(0, np.int64),
+    num_decodes=0,
+    sampled=np.zeros(0, np.int64),
+)
+
+
 class MixedGraphs:
     """Captured steps of any slices, with at most one draw for each."""
 
@@ -120,6 +144,7 @@ class MixedGraphs:
         self._states = torch.zeros(max_running, model.spec.hidden_size, dtype=model.dtype, device=rows.device)
         self._forwards: _Captured[_Places] = _Captured(graphs)
         self._draws: _Captured[int] = _Captured(graphs)
+        self._upcoming: deque[_Places | int] = deque([*self._draw_counts, *self._all_places()])
 
     def fits(self, layout: Layout) -> bool:
         return len(layout.rows) <= self._token_counts[-1] and len(layout.sampled) <= len(layout.slice_rows)
@@ -127,8 +152,7 @@ class MixedGraphs:
     def run(self, layout: Layout) -> DrawOutcome | None:
         """Run a step and draw for every row that is due, writing each token to its row. None: no row was."""
         places = self._places(
-            next(count for count in self._token_counts if count >= len(layout.rows)),
-            next(count for count in self._slice_counts if count >= len(layout.slice_rows)),
+            next(count for count in self._token_counts if count >= len(layout.rows)), len(layout.slice_rows)
         )
         self._stage(layout, places)
         self._forwards.run(places, self._forward)
@@ -138,9 +162,33 @@ class MixedGraphs:
         size = next(count for count in self._draw_counts if count >= num_draws)
         return self._draw.outcome(self._draws.run(size, self._draw_rows), num_draws)
 
+    @torch.inference_mode()
+    def prepare_next(self) -> bool:
+        """Capture the likeliest size that is not captured yet. False: none is left."""
+        if not self._upcoming:
+            return False
+        size = self._upcoming.popleft()
+        if isinstance(size, _Places):
+            self._stage(_NOTHING, size)
+            self._forwards.prepare(size, self._forward)
+        else:
+            self._stage(_NOTHING, self._places(self._token_counts[0], 1))
+            self._draws.prepare(size, self._draw_rows)
+        return True
+
+    def _all_places(self) -> list[_Places]:
+        """Every size once: the largest, those around the sizes that decoding beside prompts wants, then the others."""
+        largest = self._token_counts[-1]
+        counts = sorted(self._token_counts, key=lambda count: (count != largest, count > 1024, abs(count - 256)))
+        found = {self._places(count, slices): None for count in counts for slices in self._slice_counts}
+        return list(found)
+
     def _places(self, num_tokens: int, num_slices: int) -> _Places:
-        num_slices = min(num_slices, num_tokens)
-        return _Places(num_tokens, num_slices, self._attention.plan_size(num_tokens, num_slices))
+        """The size for so many tokens and at least so many slices."""
+        if num_tokens >= _MANY_TOKENS:
+            num_slices = self._max_draws
+        slices = min(next(count for count in self._slice_counts if count >= num_slices), num_tokens)
+        return _Places(num_tokens, slices, self._attention.plan_size(num_tokens, slices))
 
     def _stage(self, layout: Layout, places: _Places) -> None:
         """Ship a step's numbers in one copy."""

@@ -126,6 +126,12 @@ class ModelRunner(Runner):
 
         self._in_order(write)
 
+    def use_idle_moment(self) -> bool:
+        if self._mixed_graphs is None or not self._mixed_graphs.prepare_next():
+            return False
+        torch.cuda.synchronize()  # or a request that comes now would wait for several moments' work
+        return True
+
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()

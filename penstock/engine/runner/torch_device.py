@@ -1,5 +1,7 @@
 """CPUs and CUDA devices: the model loaded, its memory laid out, and a runner around both."""
 
+import time
+
 import torch
 
 from penstock.engine.config import DeviceFacts, EngineConfig
@@ -20,6 +22,9 @@ from penstock.models.decoder import Decoder, attention_layers
 from penstock.models.loader import load_model
 from penstock.models.spec import ModelSpec
 from penstock.models.store import ModelFiles
+
+# How long a server that starts spends on graphs of steps with prompts; the rest are captured in idle moments.
+_CAPTURE_SECONDS = 1.5
 
 
 class TorchDevice(Device):
@@ -83,6 +88,9 @@ def make_runner(config: EngineConfig, spec: ModelSpec, model: Decoder) -> ModelR
                 max_running=config.max_running,
                 max_step_tokens=config.max_step_tokens,
             )
+            end = time.monotonic() + _CAPTURE_SECONDS
+            while time.monotonic() < end and mixed_graphs.prepare_next():
+                pass
     # Each running request may draw one token, and one more for each of its guesses.
     max_draws = config.max_running * (1 + (config.draft_tokens if config.speculative != "none" else 0))
     sampler = Sampler(parameters, spec.eos_token_ids, make_drawer(max_draws, device))

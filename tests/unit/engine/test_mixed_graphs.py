@@ -1,0 +1,151 @@
+"""Captured steps with prompts, without a GPU: kernels in Triton's interpreter, and graphs that run their body again."""
+
+import contextlib
+import dataclasses
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.triton_device import DEVICE  # isort: skip
+
+from penstock.engine.builder import assemble
+from penstock.engine.messages import Submit
+from penstock.engine.runner import mixed_graphs
+from penstock.engine.runner.batch_rows import BatchRows
+from penstock.engine.runner.kv_pool import KvPool
+from penstock.engine.runner.mixed_graphs import MixedGraphs, token_counts
+from penstock.engine.runner.model_runner import ModelRunner
+from penstock.engine.runner.token_draw import TokenDraw
+from penstock.engine.sampling.drawer import make_drawer
+from penstock.engine.sampling.row_parameters import RowParameters
+from penstock.engine.sampling.sampler import Sampler
+from penstock.kernels.attention.triton_paged import TritonPagedAttention
+from penstock.models.decoder import attention_layers
+from penstock.request import SamplingParams
+from tests.tiny_engine import engine_of, load_tiny
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/gpu runs real graphs")
+
+ROWS, STEP_TOKENS = 4, 48
+
+
+class FakeStaging:
+    def __init__(self, size):
+        self.tensor = torch.zeros(size, dtype=torch.int64)
+
+    @contextlib.contextmanager
+    def slot(self):
+        yield SimpleNamespace(tensor=self.tensor, values=self.tensor.numpy())
+
+
+class FakeGraph:
+    """Replays by running its body again: into the same memory, as far as anybody can tell."""
+
+    def __init__(self, body, output):
+        self._body, self._output = body, output
+
+    def replay(self):
+        self._output.copy_(self._body())
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """How many graphs were captured."""
+    made = []
+
+    def capture(body, stream, pool):
+        output = body().clone()
+        made.append(output)
+        return FakeGraph(body, output), output
+
+    monkeypatch.setattr(mixed_graphs, "capture", capture)
+    monkeypatch.setattr(mixed_graphs, "StagingRing", FakeStaging)
+    return made
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return load_tiny(tmp_path_factory.mktemp("tiny"), head_dim=16)
+
+
+def engine_with_graphs(tiny):
+    config = dataclasses.replace(
+        tiny.config, max_running=ROWS, max_step_tokens=STEP_TOKENS, num_blocks=65, prefix_cache=False
+    )
+    device = torch.device("cpu")
+    pool = KvPool(
+        tiny.spec,
+        num_blocks=config.num_blocks,
+        num_host_slots=0,
+        block_tokens=config.block_tokens,
+        dtype=torch.float32,
+        device=device,
+    )
+    attention = TritonPagedAttention(attention_layers(tiny.spec), pool.layers)
+    rows = BatchRows(ROWS, config.max_context_tokens, config.block_tokens, device)
+    parameters = RowParameters(ROWS, tiny.spec.vocab_size, device)
+    draw = TokenDraw(rows, parameters, ROWS)
+    graphs = MixedGraphs(
+        tiny.model,
+        attention,
+        rows,
+        draw,
+        SimpleNamespace(stream=None, pool=None),
+        max_running=ROWS,
+        max_step_tokens=STEP_TOKENS,
+    )
+    sampler = Sampler(parameters, tiny.spec.eos_token_ids, make_drawer(ROWS, device))
+    runner = ModelRunner(tiny.model, attention, pool, rows, parameters, sampler, None, graphs, threads=1)
+    return assemble(config, tiny.spec, runner), graphs
+
+
+def answers(engine, prompts, **params):
+    found = {str(index): [] for index in range(len(prompts))}
+    for index, prompt in enumerate(prompts):
+        wanted = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, seed=index, **params)
+        engine.submit(Submit(request_id=str(index), prompt=prompt, params=wanted, arrival=time.monotonic()))
+    while engine.has_work:
+        for _, event in engine.step():
+            assert event.error is None
+            found[event.request_id] += event.token_ids
+    return list(found.values())
+
+
+PROMPTS = [[5, 9, 2], [7] * 20, [3, 1, 4, 1, 5, 9, 2, 6], [11], [90, 80, 70] * 9]
+
+
+def test_they_draw_what_plain_steps_draw(tiny, captures):
+    plain = answers(engine_of(tiny, max_running=ROWS, max_step_tokens=STEP_TOKENS, prefix_cache=False), PROMPTS)
+    engine, _ = engine_with_graphs(tiny)
+    assert answers(engine, PROMPTS) == plain  # as they are, then captured
+    assert captures
+    before = len(captures)
+    assert answers(engine, PROMPTS) == plain  # replayed
+    assert len(captures) <= before + 4
+    assert answers(engine, PROMPTS, logprobs=1) == plain
+    engine.runner.close()
+
+
+def test_sizes_prepared_in_idle_moments_are_not_captured_again(tiny, captures):
+    plain = answers(engine_of(tiny, max_running=ROWS, max_step_tokens=STEP_TOKENS, prefix_cache=False), PROMPTS)
+    engine, graphs = engine_with_graphs(tiny)
+    with torch.inference_mode():
+        while graphs.prepare_next():
+            pass
+    prepared = len(captures)
+    assert answers(engine, PROMPTS) == plain
+    assert len(captures) == prepared
+    engine.runner.close()
+
+
+@pytest.mark.parametrize("most", [16, 256, 1000, 8192, 16384])
+def test_the_ladder_of_token_counts_wastes_little(most):
+    counts = token_counts(most)
+    assert counts == sorted(set(counts)) and counts[-1] == most
+    wasted = [
+        (size - needed) / size for needed in range(257, most + 1) for size in [counts[np.searchsorted(counts, needed)]]
+    ]
+    assert max(wasted, default=0.0) < 0.2
