@@ -1,5 +1,7 @@
 """The canary: a changed block in the cache is noticed, told, and never served again."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -112,7 +114,7 @@ def test_the_fault_ends_with_the_next_right_answer(engine, canary, clock):
 
 
 def test_a_refusal_teaches_nothing(engine, canary, clock):
-    engine.scheduler.config = type("Full", (), {"max_waiting": -100, "vocab_size": 96, "max_context_tokens": 96})()
+    engine.scheduler.config = dataclasses.replace(engine.scheduler.config, max_waiting=-100)
     clock.now += 61
     ask(canary, engine)
     assert (canary.fault, canary.num_failures) == (None, 0)

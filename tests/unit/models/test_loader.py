@@ -135,7 +135,7 @@ def test_bfloat16_follows_the_reference_as_far_as_bfloat16_can(tmp_path: Path) -
     prompt = random_tokens(20)
     found = PagedDecoder(decoder).run("a", prompt)
     expected = reference_logits(model, prompt)
-    assert found.dtype == torch.bfloat16
+    assert found.dtype == torch.float32  # the products' sums are not rounded
     assert (found - expected).abs().mean() < 0.03 * expected.std()
 
 
