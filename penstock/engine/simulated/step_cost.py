@@ -9,8 +9,8 @@ from penstock.engine.simulated.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
-class StepShape:
-    """What a step's time depends on."""
+class StepWork:
+    """What a step runs, in the detail that a profile has."""
 
     num_tokens: int
     num_singles: int  # slices of one token
@@ -33,7 +33,7 @@ class StepCost:
     run: float  # and then the device
 
 
-def shape_of(slices: Sequence[RowSlice]) -> StepShape:
+def work_of(slices: Sequence[RowSlice]) -> StepWork:
     num_tokens = num_singles = single_context = pairs = num_draws = 0
     for piece in slices:
         count, start = piece.num_tokens, piece.start
@@ -44,10 +44,10 @@ def shape_of(slices: Sequence[RowSlice]) -> StepShape:
             single_context += start + 1
         else:
             pairs += count * start + count * (count + 1) // 2
-    return StepShape(num_tokens, num_singles, single_context, len(slices) - num_singles, pairs, num_draws)
+    return StepWork(num_tokens, num_singles, single_context, len(slices) - num_singles, pairs, num_draws)
 
 
-def step_ms(profile: Profile, shape: StepShape) -> float:
+def step_ms(profile: Profile, shape: StepWork) -> float:
     """Milliseconds on the device."""
     if shape.is_decode:
         decode = profile.decode
@@ -64,7 +64,7 @@ def step_ms(profile: Profile, shape: StepShape) -> float:
 
 
 def cost_of(profile: Profile, plan: StepPlan) -> StepCost:
-    shape = shape_of(plan.slices)
+    shape = work_of(plan.slices)
     host = profile.host
     launch_ms = host.decode_launch_ms if shape.is_decode else host.mixed_launch_ms
     run_ms = step_ms(profile, shape) + profile.tier_block_ms * len(plan.tier_copies)

@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 
 from penstock.engine.simulated.profile import Curve, DecodeCost, FitQuality, MixedCost, Profile
-from penstock.engine.simulated.step_cost import StepShape, captured_size, shape_of, step_ms
+from penstock.engine.simulated.step_cost import StepWork, captured_size, step_ms, work_of
 from penstock.tools.profiler.steps import Limits, row_knots, token_knots
 from penstock.tools.profiler.stopwatch import Timed
 
@@ -27,7 +27,7 @@ def fit_decode(timed: Sequence[Timed], limits: Limits) -> DecodeCost:
     base: list[float] = []
     slopes: list[float] = []
     for items in by_rows.values():
-        shapes = [shape_of(item.step.slices) for item in items]
+        shapes = [work_of(item.step.slices) for item in items]
         table = np.array([[1.0, shape.single_context / 1e3] for shape in shapes])
         weights = _solve(table, np.array([item.ms for item in items]))
         base.append(weights[0])
@@ -39,7 +39,7 @@ def fit_decode(timed: Sequence[Timed], limits: Limits) -> DecodeCost:
 
 def fit_mixed(timed: Sequence[Timed], limits: Limits) -> MixedCost:
     """Fit values at the knots of a step's tokens and draws, and what attention and slices add."""
-    shapes = [shape_of(item.step.slices) for item in timed]
+    shapes = [work_of(item.step.slices) for item in timed]
     knots, draw_knots = token_knots(limits), [1, *row_knots(limits)[_DRAW_KNOTS_EVERY::_DRAW_KNOTS_EVERY]]
     sizes = np.array([_hats(knots, captured_size(limits.graph_tokens, shape.num_tokens)) for shape in shapes])
     # What one draw costs is part of the base.
@@ -71,7 +71,7 @@ def judge(profile: Profile, timed: Sequence[Timed]) -> FitQuality:
 
 
 def estimated_ms(profile: Profile, item: Timed) -> float:
-    return step_ms(profile, shape_of(item.step.slices))
+    return step_ms(profile, work_of(item.step.slices))
 
 
 def _hats(knots: Sequence[int], place: int) -> list[float]:
@@ -91,7 +91,7 @@ def _seen(table: np.ndarray) -> list[int]:
     return [index for index in range(table.shape[1]) if table[:, index].any()]
 
 
-def _extras(shape: StepShape) -> tuple[float, ...]:
+def _extras(shape: StepWork) -> tuple[float, ...]:
     return shape.pairs / 1e6, shape.single_context / 1e3, float(shape.num_slices)
 
 

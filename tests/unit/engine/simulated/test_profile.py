@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.scheduler.step_plan import RowSlice
 from penstock.engine.simulated.profile import Curve, profile_names, read_profile, write_profile
-from penstock.engine.simulated.step_cost import shape_of, step_ms
+from penstock.engine.simulated.step_cost import step_ms, work_of
 from penstock.errors import ConfigError
 from tests.fakes.small_profile import small_profile
 
@@ -30,7 +30,7 @@ def test_a_written_profile_is_read_back(tmp_path: Path):
 def test_a_scaled_profile_takes_its_share_of_every_time():
     whole, tenth = read_profile("h200-llama-8b"), read_profile("h200-llama-8b@0.1")
     for slices in ([RowSlice(0, 0, 700, 1, 1)] * 5, [RowSlice(0, 0, 700, 1, 1), RowSlice(1, 1, 64, 300, 1)]):
-        shape = shape_of(slices)
+        shape = work_of(slices)
         assert step_ms(tenth, shape) == pytest.approx(step_ms(whole, shape) / 10)
     assert tenth.host.mixed_launch_ms == pytest.approx(whole.host.mixed_launch_ms / 10)
     assert tenth.tier_block_ms == pytest.approx(whole.tier_block_ms / 10)

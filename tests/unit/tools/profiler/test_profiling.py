@@ -7,7 +7,7 @@ from penstock.engine.config import EngineConfig, resolve
 from penstock.engine.simulated.device import facts_of, make_runner
 from penstock.engine.simulated.profile import Curve, DecodeCost, MixedCost, Profile
 from penstock.engine.simulated.runner import Timing
-from penstock.engine.simulated.step_cost import shape_of, step_ms
+from penstock.engine.simulated.step_cost import step_ms, work_of
 from penstock.tools.profiler.profiling import MAX_MEDIAN_ERROR, Subject, limits_of, measure
 from penstock.tools.profiler.steps import TimedStep, decode_steps, mixed_steps, random_steps
 from penstock.tools.profiler.stopwatch import Stopwatch
@@ -82,7 +82,7 @@ def test_what_was_found_estimates_steps_of_every_kind():
         TimedStep(pieces=((0, 200),)),
         TimedStep((300,) * 10, ((100, 77), (0, 20))),
     ):
-        shape = shape_of(step.slices)
+        shape = work_of(step.slices)
         assert step_ms(found, shape) == pytest.approx(step_ms(DEVICE, shape), rel=0.05), str(step)
 
 
