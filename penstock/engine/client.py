@@ -169,6 +169,7 @@ class EngineClient:
         deadline: float | None = None,
         best_effort: bool = False,
         tier: Tier = Tier.ONLINE,
+        num_answer_tokens: int = 0,
     ) -> TokenStream:
         """Send a request. Raises EngineUnavailable while there is no engine to take it."""
         if not self.connected:
@@ -190,6 +191,7 @@ class EngineClient:
                 deadline=deadline,
                 best_effort=best_effort,
                 tier=tier,
+                num_answer_tokens=num_answer_tokens,
             )
         )
         return stream

@@ -26,6 +26,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     deadline: float | None = None  # time.monotonic() at which it ends, whatever it has got
     best_effort: bool = False  # rather late than refused
     tier: Tier = Tier.ONLINE
+    num_answer_tokens: int = 0  # trailing tokens of the prompt that are the beginning of an answer given elsewhere
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

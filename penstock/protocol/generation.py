@@ -60,6 +60,14 @@ def _short_map(value: Any) -> Any:
 BiasMap = Annotated[dict[str, float] | None, BeforeValidator(_short_map)]
 
 
+class ContinueFrom(WireModel):
+    """An answer that another server of the same model began: it goes on behind these tokens as if it had been one."""
+
+    id: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="The id of the chunks already sent")
+    created: int = Field(ge=0, le=2**53, description="Their time")
+    token_ids: list[int] = Field(min_length=1, description="The tokens they told, all of them")
+
+
 class GenerationRequest(WireModel):
     """The parameters that both completion endpoints take. null means the default everywhere."""
 
@@ -88,6 +96,10 @@ class GenerationRequest(WireModel):
     )
     deadline_ms: Milliseconds = Field(None, description="The request ends so long after its arrival, whatever it has")
     best_effort: bool | None = Field(None, description="Rather late than refused, where targets cannot be met")
+
+    continue_from: ContinueFrom | None = Field(
+        None, description="For gateways: go on with a streamed answer that another server began"
+    )
 
     @property
     def num_choices(self) -> int:

@@ -45,6 +45,7 @@ class Choice:
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[float | None] | None = None
         self.finish: FinishReason | None = None
+        self.new_token_ids: list[int] = []  # those behind the last piece that was read
         self._stream = stream
         self._ended = False  # for the engine
         self._assembler = assembler
@@ -57,7 +58,9 @@ class Choice:
 
     async def read(self) -> TextPiece:
         """Wait for the next piece that holds something. Raises when the engine failed or refused the request."""
+        self.new_token_ids = []
         async for event in self._stream:
+            self.new_token_ids += event.token_ids
             self._ended = self._ended or event.finish is not None
             if event.finish in (FinishReason.ERROR, FinishReason.ABORT):
                 raise _failure(event)

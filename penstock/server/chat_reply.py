@@ -30,6 +30,7 @@ class ChatReply(Reply):
         *,
         with_logprobs: bool,
         with_usage: bool,
+        begun_elsewhere: bool = False,
     ) -> None:
         self._id = completion_id
         self._created = created
@@ -37,7 +38,8 @@ class ChatReply(Reply):
         self._tokenizer = tokenizer
         self._with_logprobs = with_logprobs
         self._with_usage = with_usage
-        self._begun: set[int] = set()
+        # Whose beginning was sent: here, or by the server that began the answer.
+        self._begun: set[int] = {0} if begun_elsewhere else set()
 
     def events(self, choice: Choice, piece: TextPiece) -> bytes:
         """Return the role before a choice's first piece, its text, and behind the last its finish reason."""

@@ -23,6 +23,7 @@ class CompletionReply(Reply):
         with_logprobs: bool,
         with_usage: bool,
         echo: bool,
+        begun_elsewhere: bool = False,
     ) -> None:
         self._id = completion_id
         self._created = created
@@ -31,7 +32,8 @@ class CompletionReply(Reply):
         self._with_logprobs = with_logprobs
         self._with_usage = with_usage
         self._echo = echo
-        self._begun: set[int] = set()
+        # Whose beginning was sent: here, or by the server that began the answer.
+        self._begun: set[int] = {0} if begun_elsewhere else set()
 
     def events(self, choice: Choice, piece: TextPiece) -> bytes:
         first = choice.index not in self._begun

@@ -5,7 +5,7 @@ Knows nothing of the API that the call came through.
 
 import msgspec
 
-from penstock.errors import PenstockError
+from penstock.errors import InvalidParameter, PenstockError
 from penstock.request import SamplingParams
 from penstock.server.answer import Answer, Choice, Prompt
 from penstock.server.context import ServerContext
@@ -26,11 +26,16 @@ async def begin_answer(
     terms: Terms,
     num_choices: int,
     only_scores_prompt: bool = False,
+    answer_so_far: list[int] | None = None,
 ) -> Answer:
     """Submit `num_choices` requests for each prompt and return their answer, which the caller must deliver or abort.
 
-    Raises LimitReached or LimitTooSmall, and then nothing was submitted.
+    `answer_so_far` are the tokens of a single answer that began elsewhere. Raises LimitReached or LimitTooSmall, and
+    InvalidParameter where that answer was complete, and then nothing was submitted.
     """
+    so_far = answer_so_far or []
+    if so_far:
+        _check_unfinished(context, params, so_far)
     most_tokens = [_most_tokens(context, caller, prompt, params) for prompt in prompts]
     need = Need(
         input_tokens=sum(len(prompt.token_ids) for prompt in prompts),
@@ -49,7 +54,7 @@ async def begin_answer(
                 index = len(choices)
                 own = msgspec.structs.replace(params, seed=_seed(params.seed, sample), max_tokens=max_tokens)
                 stream = context.engine.submit(
-                    prompt=prompt.token_ids,
+                    prompt=prompt.token_ids + so_far,
                     params=own,
                     request_id=f"{record.completion_id}-{index}",
                     arrival=record.arrival,
@@ -61,8 +66,10 @@ async def begin_answer(
                     deadline=terms.deadline,
                     best_effort=terms.best_effort,
                     tier=terms.tier,
+                    num_answer_tokens=len(so_far),
                 )
                 assembler = TextAssembler(context.tokenizer, own)
+                assembler.replay(so_far)
                 choices.append(Choice(index, prompt, stream, assembler, only_scores_prompt=only_scores_prompt))
     except BaseException as error:
         for choice in choices:
@@ -72,6 +79,13 @@ async def begin_answer(
         raise
     record.num_choices = len(choices)
     return Answer(prompts, choices, charge)
+
+
+def _check_unfinished(context: ServerContext, params: SamplingParams, so_far: list[int]) -> None:
+    assembler = TextAssembler(context.tokenizer, params)
+    assembler.replay(so_far)
+    if assembler.finish is not None:
+        raise InvalidParameter("continue_from", len(so_far), "these tokens already hold a stop text")
 
 
 def _most_tokens(context: ServerContext, caller: Caller, prompt: Prompt, params: SamplingParams) -> int:

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.errors import PenstockError
 from penstock.protocol.errors import reply_for
+from penstock.protocol.frames import FRAMES_HEADER, failure_frame, frame, last_frame
 from penstock.protocol.generation import Usage
 from penstock.server.answer import Answer, Choice
 from penstock.server.open_answers import ClientGone, OpenAnswers
@@ -29,6 +30,7 @@ _EVENT_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+_FRAMED_HEADERS = [*_EVENT_HEADERS, (FRAMES_HEADER.encode(), b"1")]
 _logger = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
 
@@ -58,7 +60,14 @@ class AnswerResponse(Response):
     """Delivers an answer and writes its outcome into the request's record."""
 
     def __init__(
-        self, answer: Answer, reply: Reply, *, stream: bool, record: RequestRecord, answers: OpenAnswers
+        self,
+        answer: Answer,
+        reply: Reply,
+        *,
+        stream: bool,
+        record: RequestRecord,
+        answers: OpenAnswers,
+        framed: bool = False,
     ) -> None:
         super().__init__()
         self._answer = answer
@@ -66,6 +75,7 @@ class AnswerResponse(Response):
         self._stream = stream
         self._record = record
         self._answers = answers
+        self._framed = framed  # for a gateway, which can then go on with it elsewhere
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,16 +95,24 @@ class AnswerResponse(Response):
             self._answer.charge.close(self._record)
 
     async def _send_events(self, send: Send) -> None:
+        last_events = b""
         async with aclosing(self._answer.batches()) as batches:
             async for batch in batches:
                 events = b"".join([self._reply.events(choice, piece) for choice, piece in batch])
                 if not self._started:
                     self._note_first_token()
-                    await self._start(send, 200, _EVENT_HEADERS)
+                    await self._start(send, 200, _FRAMED_HEADERS if self._framed else _EVENT_HEADERS)
+                if self._framed:
+                    choice, piece = batch[0]
+                    if piece.finish is not None:
+                        last_events = events  # with the end, in one frame: an answer has finished or it has not
+                        continue
+                    events = frame(events, choice.new_token_ids)
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
         await self._book_outcome()
-        end = self._reply.usage_event(self._answer.usage()) + DONE
+        end = last_events + self._reply.usage_event(self._answer.usage()) + DONE
+        end = last_frame(end) if self._framed else end
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
     async def _send_whole(self, send: Send) -> None:
@@ -114,6 +132,7 @@ class AnswerResponse(Response):
         await self._book_outcome()
         if self._started:
             event_body = b"data: %b\n\n" % reply.body
+            event_body = failure_frame(event_body, reply.code) if self._framed else event_body
             await send({"type": "http.response.body", "body": event_body, "more_body": False})
             return
         headers = [(name.encode(), value.encode()) for name, value in reply.headers.items()]

@@ -71,6 +71,10 @@ class TextAssembler:
             self.finish = self.finish or event.finish  # the last text may have completed a stop string
         return TextPiece(text, self._release(text), self.finish)
 
+    def replay(self, token_ids: list[int]) -> None:
+        """Take tokens whose text was shown elsewhere: what follows goes on exactly behind it."""
+        self.push(TokenEvent(request_id="", token_ids=token_ids))
+
     def _push_each(self, token_ids: list[int], scores: list[TokenLogprob]) -> str:
         """Go token by token, to know which of them completes a stop string and where each one's text lies."""
         shown = []

@@ -24,6 +24,7 @@ class Submitted:
     adapter: str
     terms: Terms
     num_public_tokens: int = 0
+    num_answer_tokens: int = 0
 
 
 @dataclass
@@ -107,11 +108,14 @@ class FakeEngine:
         tenant: str = "",
         adapter: str = "",
         num_public_tokens: int = 0,
+        num_answer_tokens: int = 0,
         **terms: Any,
     ) -> FakeStream:
         if not self.connected:
             raise EngineUnavailable("the engine is restarting; try again in a few seconds")
-        request = Submitted(prompt, params, request_id, arrival, tenant, adapter, Terms(**terms), num_public_tokens)
+        request = Submitted(
+            prompt, params, request_id, arrival, tenant, adapter, Terms(**terms), num_public_tokens, num_answer_tokens
+        )
         self.submitted.append(request)
         return FakeStream(request, self.script(request), self.aborted.append)
 

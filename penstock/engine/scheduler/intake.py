@@ -15,6 +15,8 @@ def check_submit(submit: Submit, *, max_context_tokens: int, vocab_size: int) ->
     submit.params.validate(vocab_size)
     if max(submit.prompt) >= vocab_size or min(submit.prompt) < 0:
         raise InvalidParameter("prompt", "a token id", f"give token ids from 0 to {vocab_size - 1}")
+    if not 0 <= submit.num_answer_tokens < num_prompt:
+        raise InvalidParameter("num_answer_tokens", submit.num_answer_tokens, "leave at least one prompt token")
     if not -MAX_PRIORITY <= submit.priority <= MAX_PRIORITY:
         right = f"give an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}"
         raise InvalidParameter("priority", submit.priority, right)

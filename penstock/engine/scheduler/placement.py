@@ -107,7 +107,7 @@ class Placement:
         self._assign(plan, request, range(len(request.cache.blocks)))
         if request.admitted_at is None:
             request.admitted_at = self._clock()
-            request.num_cached_tokens = request.computed
+            request.num_cached_tokens = min(request.computed, request.num_prompt_tokens)
             self.metrics.queue.observe(request.admitted_at - request.arrival)
         return True
 

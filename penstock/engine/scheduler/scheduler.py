@@ -117,14 +117,17 @@ class Scheduler:
         return request
 
     def _open(self, submit: Submit, client: bytes) -> RequestState:
-        params, num_prompt = submit.params, len(submit.prompt)
+        params, num_known = submit.params, len(submit.prompt)
+        num_prompt = num_known - submit.num_answer_tokens
         wanted = params.max_tokens if params.max_tokens is not None else self.config.max_context_tokens
         wanted = 1 if self.config.prefill_only else wanted
+        if submit.num_answer_tokens >= wanted:
+            raise InvalidParameter("num_answer_tokens", submit.num_answer_tokens, "leave at least one token to make")
         eos = () if params.ignore_eos else self.config.eos_token_ids
         level = (int(submit.tier is Tier.BATCH), -submit.priority)
         due = submit.arrival
         if self._foresight is not None:
-            due = self._foresight.admission.due(submit.arrival, num_prompt, submit.targets.ttft_seconds)
+            due = self._foresight.admission.due(submit.arrival, num_known, submit.targets.ttft_seconds)
         return RequestState(
             number=self._next_number,
             client=client,

@@ -6,10 +6,12 @@ import uuid
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.protocol.frames import FRAMES_HEADER
 from penstock.protocol.openai_chat import ChatChunk, ChatCompletion, ChatRequest
 from penstock.server.body import read_request
 from penstock.server.chat_reply import ChatReply
 from penstock.server.context import ServerContext
+from penstock.server.continuation import check_continuation, framed_params
 from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
 from penstock.server.generation import begin_answer
 from penstock.server.prompt import chat_prompt, check_answer_fits, check_prompt
@@ -21,6 +23,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
         record, caller = record_of(request), caller_of(request)
         chat = await read_request(request, ChatRequest, context.config.max_body_bytes)
         context.check_model(chat.model, caller)
+        begun = chat.continue_from
         record.model, record.stream, record.completion_id = (
             chat.model,
             chat.wants_stream,
@@ -36,18 +39,35 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
         check_prompt(prompt, info, param="messages")
         limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
         check_answer_fits(prompt, max_tokens, info, param=limit_name)
+        answer_so_far = check_continuation(chat, params, [prompt], info)
+        framed = framed_params(request.headers.get(FRAMES_HEADER), chat, params, chat.num_choices)
         reply = ChatReply(
-            record.completion_id,
-            int(time.time()),
+            begun.id if begun is not None else record.completion_id,
+            begun.created if begun is not None else int(time.time()),
             chat.model,
             context.tokenizer,
             with_logprobs=num_logprobs is not None,
             with_usage=chat.wants_usage_chunk,
+            begun_elsewhere=begun is not None,
         )
         answer = await begin_answer(
-            context, caller, record, [prompt], params, terms=terms, num_choices=chat.num_choices
+            context,
+            caller,
+            record,
+            [prompt],
+            framed or params,
+            terms=terms,
+            num_choices=chat.num_choices,
+            answer_so_far=answer_so_far,
         )
-        return AnswerResponse(answer, reply, stream=chat.wants_stream, record=record, answers=context.answers)
+        return AnswerResponse(
+            answer,
+            reply,
+            stream=chat.wants_stream,
+            record=record,
+            answers=context.answers,
+            framed=framed is not None,
+        )
 
     return [
         Endpoint(

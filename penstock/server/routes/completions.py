@@ -7,12 +7,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.engine.messages import EngineInfo
+from penstock.protocol.frames import FRAMES_HEADER
 from penstock.protocol.openai_completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
 from penstock.request import SamplingParams
 from penstock.server.answer import Prompt
 from penstock.server.body import read_request
 from penstock.server.completion_reply import CompletionReply
 from penstock.server.context import ServerContext
+from penstock.server.continuation import check_continuation, framed_params
 from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
 from penstock.server.generation import begin_answer
 from penstock.server.prompt import check_answer_fits, check_prompt, text_prompt
@@ -39,26 +41,39 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
         for prompt in prompts:
             check_prompt(prompt, info, param="prompt")
             check_answer_fits(prompt, wanted.max_tokens, info, param="max_tokens")
+        begun = wanted.continue_from
+        answer_so_far = check_continuation(wanted, params, prompts, info)
+        num_answers = len(prompts) * wanted.num_choices
+        framed = framed_params(request.headers.get(FRAMES_HEADER), wanted, params, num_answers)
         reply = CompletionReply(
-            record.completion_id,
-            int(time.time()),
+            begun.id if begun is not None else record.completion_id,
+            begun.created if begun is not None else int(time.time()),
             wanted.model,
             context.tokenizer,
             with_logprobs=wanted.logprobs is not None,
             with_usage=wanted.wants_usage_chunk,
             echo=bool(wanted.echo),
+            begun_elsewhere=begun is not None,
         )
         answer = await begin_answer(
             context,
             caller,
             record,
             prompts,
-            params,
+            framed or params,
             terms=terms,
             num_choices=wanted.num_choices,
             only_scores_prompt=wanted.only_scores_prompt,
+            answer_so_far=answer_so_far,
         )
-        return AnswerResponse(answer, reply, stream=wanted.wants_stream, record=record, answers=context.answers)
+        return AnswerResponse(
+            answer,
+            reply,
+            stream=wanted.wants_stream,
+            record=record,
+            answers=context.answers,
+            framed=framed is not None,
+        )
 
     return [
         Endpoint(

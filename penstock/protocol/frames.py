@@ -1,0 +1,110 @@
+"""Streams that a gateway can carry on elsewhere: server-sent events in frames that tell their tokens.
+
+A gateway asks for them with the header `x-penstock-frames: SEED`, and a stream that has them answers with the same
+header. Each frame is a comment line, which any reader of server-sent events skips, and the events behind it:
+
+    : LENGTH 12,13\\n      LENGTH bytes of events follow, made of these tokens
+    : LENGTH .\\n          the last events: finish, usage, [DONE]
+    : LENGTH !code\\n      the server gives up with this error; its event follows
+
+A frame is taken whole or not at all, so that what a client has seen and what its tokens say is always the same. Knows
+nothing of HTTP.
+"""
+
+from collections.abc import Sequence
+
+FRAMES_HEADER = "x-penstock-frames"
+_MAX_HEAD_BYTES = 64 * 1024
+_MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
+
+
+def frame(events: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return events with the tokens that they were made of."""
+    return b": %d %b\n%b" % (len(events), ",".join(map(str, token_ids)).encode(), events)
+
+
+def last_frame(events: bytes) -> bytes:
+    return b": %d .\n%b" % (len(events), events)
+
+
+def failure_frame(events: bytes, code: str) -> bytes:
+    return b": %d !%b\n%b" % (len(events), code.encode(), events)
+
+
+class BrokenFrames(Exception):
+    """What came is no frame."""
+
+
+class FrameReader:
+    """Takes frames apart as their bytes arrive. Holds at most one unfinished frame."""
+
+    def __init__(self) -> None:
+        self.tokens: list[bytes] = []  # comma-separated ids, one entry a frame
+        self.num_token_bytes = 0
+        self.finished = False
+        self.failure: str | None = None  # the code with which the server gave up
+        self.failure_events = b""
+        self._rest = b""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens told so far."""
+        return [int(token) for entry in self.tokens for token in entry.split(b",")]
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes in and return the events of the frames that are complete. Raises BrokenFrames."""
+        if self._rest:
+            data = self._rest + data
+        end = data.find(b"\n")
+        # Nearly always one read is one frame.
+        if end > 0 and self._take_head(data, 0, end) == len(data):
+            self._rest = b""
+            return self._take(data, 0, end, len(data))
+        return self._feed_many(data)
+
+    def start_over(self) -> None:
+        """Forget an unfinished frame and a failure: another server goes on behind the last whole frame."""
+        self._rest = b""
+        self.failure, self.failure_events = None, b""
+
+    def _feed_many(self, data: bytes) -> bytes:
+        pieces = []
+        start = 0
+        while True:
+            end = data.find(b"\n", start)
+            if end < 0:
+                if len(data) - start > _MAX_HEAD_BYTES:
+                    raise BrokenFrames("a frame's head has no end")
+                break
+            stop = self._take_head(data, start, end)
+            if stop > len(data):
+                break
+            pieces.append(self._take(data, start, end, stop))
+            start = stop
+        self._rest = data[start:]
+        return b"".join(pieces)
+
+    def _take_head(self, data: bytes, start: int, end: int) -> int:
+        """Return where the frame that begins at `start`, with a head up to `end`, stops."""
+        space = data.find(b" ", start + 2, end)
+        length = data[start + 2 : space]
+        if data[start : start + 2] != b": " or space < 0 or not length.isdigit() or len(length) > 8:
+            raise BrokenFrames("this is no frame's head")
+        if int(length) > _MAX_PAYLOAD_BYTES:
+            raise BrokenFrames("a frame is too large")
+        return end + 1 + int(length)
+
+    def _take(self, data: bytes, start: int, end: int, stop: int) -> bytes:
+        note = data[data.find(b" ", start + 2, end) + 1 : end]
+        events = data[end + 1 : stop]
+        if note == b".":
+            self.finished = True
+        elif note.startswith(b"!"):
+            self.failure, self.failure_events = note[1:].decode("ascii", "replace"), events
+            return b""
+        elif note:
+            if not note.replace(b",", b"").isdigit():
+                raise BrokenFrames("a frame's tokens are not numbers")
+            self.tokens.append(note)
+            self.num_token_bytes += len(note)
+        return events
