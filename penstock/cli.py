@@ -63,6 +63,27 @@ def serve(sourced: Sourced) -> int:
 
 
 @app.command(epilog=EPILOG)
+@takes_options("host", "port", "keys", "store", "admin_listen", "max_body_bytes", "drain_seconds", "log_format")
+def gateway(
+    sourced: Sourced,
+    replica: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="A server to send requests to; may be given again")
+    ] = None,
+    fleet: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="TOML file of replicas, aliases, policies and discovery", show_default=False),
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="How replicas are chosen (default: least-loaded)", show_default=False)
+    ] = None,
+) -> int:
+    """Serve many servers as one: route, retry, resume (default port: 8080)."""
+    from penstock.commands import gateway
+
+    return gateway.run(sourced, gateway.Wanted(replica or (), fleet, policy))
+
+
+@app.command(epilog=EPILOG)
 @takes_options("model", "revision", "cache_dir")
 def pull(sourced: Sourced) -> int:
     """Fetch a model into the cache folder."""

@@ -39,8 +39,7 @@ class FrameReader:
     """Takes frames apart as their bytes arrive. Holds at most one unfinished frame."""
 
     def __init__(self) -> None:
-        self.tokens: list[bytes] = []  # comma-separated ids, one entry a frame
-        self.num_token_bytes = 0
+        self._tokens = bytearray()  # ids as they came, each behind a comma: a long answer must not cost much
         self.finished = False
         self.failure: str | None = None  # the code with which the server gave up
         self.failure_events = b""
@@ -49,7 +48,7 @@ class FrameReader:
     @property
     def token_ids(self) -> list[int]:
         """All tokens told so far."""
-        return [int(token) for entry in self.tokens for token in entry.split(b",")]
+        return [int(token) for token in self._tokens.split(b",") if token]
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes in and return the events of the frames that are complete. Raises BrokenFrames."""
@@ -105,6 +104,6 @@ class FrameReader:
         elif note:
             if not note.replace(b",", b"").isdigit():
                 raise BrokenFrames("a frame's tokens are not numbers")
-            self.tokens.append(note)
-            self.num_token_bytes += len(note)
+            self._tokens += b","
+            self._tokens += note
         return events

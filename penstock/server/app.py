@@ -12,7 +12,6 @@ from starlette.responses import Response
 from penstock import __version__
 from penstock.errors import BodyTooLarge, MethodNotAllowed, PenstockError, RequestError, RouteNotFound
 from penstock.protocol.errors import reply_for
-from penstock.server.auth import KeyRing
 from penstock.server.context import ServerContext
 from penstock.server.endpoint import Endpoint, GuardedHandler, check_access, record_of
 from penstock.server.front_door import FrontDoor
@@ -28,6 +27,7 @@ from penstock.server.routes import (
     models,
     tokenize,
 )
+from penstock.store.key_ring import KeyRing
 
 ROUTES = (chat, completions, models, tokenize, health, metrics, home)
 ADMIN_ROUTES = (admin_keys, admin_usage)

@@ -13,8 +13,8 @@ from pathlib import Path
 from penstock.config import Options, Setting, Sourced
 from penstock.errors import ConfigError
 from penstock.request import Targets
-from penstock.server.auth import load_keys
 from penstock.server.shared_prefixes import DeclaredPrefix, load_prefixes
+from penstock.store.key_ring import load_keys
 from penstock.store.location import NO_STORE, default_location, shown
 from penstock.telemetry import LogFormat
 from penstock.tenants import ApiKey

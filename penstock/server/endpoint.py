@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute
 
 from penstock.errors import NotPermitted
 from penstock.protocol.wire import WireModel
-from penstock.server.auth import KeyRing
+from penstock.store.key_ring import KeyRing
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
 

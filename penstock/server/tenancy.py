@@ -8,13 +8,13 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 
 from penstock.errors import StoreUnavailable
-from penstock.server.auth import KeyRing
 from penstock.server.books import Books
 from penstock.server.config import ServerConfig
-from penstock.server.key_watch import KeyFile, KeySource, KeyWatcher
 from penstock.server.metrics import ServerMetrics
 from penstock.server.quota import Meter
 from penstock.store.database import Database
+from penstock.store.key_ring import KeyRing
+from penstock.store.key_watch import KeyFile, KeySource, KeyWatcher
 from penstock.store.keys import KeyStore
 from penstock.store.quotas import QuotaStore
 from penstock.telemetry import log_event

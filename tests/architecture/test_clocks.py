@@ -8,7 +8,7 @@ from tests.architecture.source_tree import modules
 STAMPS = {
     "commands.profile": "the date of a profile",
     "commands.usage": "today, as the first day to show",
-    "server.auth": "when keys expire, which is a date",
+    "store.key_ring": "when keys expire, which is a date",
     "server.quota": "the day that usage is booked to",
     "store.database": "moments that several servers share: they have no other clock in common",
     "server.worker": "when the server started, for /v1/models",

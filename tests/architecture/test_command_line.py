@@ -10,7 +10,7 @@ from penstock.config import Options, flag
 
 COMMANDS = ["serve", "pull", "models", "chat", "generate", "explain", "doctor", "version"]
 # Commands for those who develop or operate; like the groups, their flags are their own.
-TOOLS = ["simulate", "plan-memory", "usage"]
+TOOLS = ["gateway", "simulate", "plan-memory", "usage"]
 # Groups of commands for those who develop or operate; their flags are their own.
 GROUPS = {"bench": ["serve", "offline", "profile", "compare"], "keys": ["create", "list", "revoke", "rotate"]}
 
@@ -64,6 +64,7 @@ OWN_FLAGS = {
     "usage": ["--tenant", "--since", "--json"],
     "version": [],
     "serve": [],
+    "gateway": ["--replica", "--fleet", "--policy"],
     "simulate": [
         "--profile",
         "--replicas",

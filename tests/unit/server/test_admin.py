@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from penstock.server.app import create_admin_app
-from penstock.server.auth import load_keys
+from penstock.store.key_ring import load_keys
 from tests.unit.server.conftest import Service, running_service
 
 

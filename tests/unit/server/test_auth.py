@@ -7,8 +7,8 @@ from fastapi import FastAPI
 
 from penstock.errors import ConfigError, NotAuthenticated
 from penstock.request import Targets
-from penstock.server.auth import KeyRing, load_keys
 from penstock.server.endpoint import check_access
+from penstock.store.key_ring import KeyRing, load_keys
 from penstock.tenants import ApiKey, KeyTerms, Limits
 from tests.unit.server.conftest import running_service
 

@@ -13,8 +13,8 @@ import pytest
 from penstock.engine.messages import TokenEvent
 from penstock.errors import EngineFailed
 from penstock.request import FinishReason
-from penstock.server.auth import load_keys
 from penstock.store.database import Database
+from penstock.store.key_ring import load_keys
 from penstock.store.ledger import UsageLedger
 from penstock.store.quotas import Lease, Need, QuotaStore, Spent, settle
 from penstock.tenants import Caller, KeyTerms, Limits

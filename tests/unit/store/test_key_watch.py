@@ -5,9 +5,9 @@ import hashlib
 import pytest
 
 from penstock.errors import NotAuthenticated
-from penstock.server.auth import KeyRing
-from penstock.server.key_watch import KeyFile, KeyWatcher
 from penstock.store.database import Database
+from penstock.store.key_ring import KeyRing
+from penstock.store.key_watch import KeyFile, KeyWatcher
 from penstock.store.keys import KeyStore
 from penstock.tenants import OPEN_TENANT, KeyTerms
 

@@ -1,7 +1,7 @@
 """API keys: who a caller is, and on what terms.
 
 Keys are known only by their SHA-256 and compared in constant time. Without keys the server is open, which
-`server.config` allows on loopback addresses only. Knows nothing of HTTP beyond the Authorization header's text.
+the server allows on loopback addresses only. Knows nothing of HTTP beyond the Authorization header's text.
 """
 
 import hashlib

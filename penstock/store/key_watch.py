@@ -9,7 +9,7 @@ import os
 from typing import Protocol
 
 from penstock.errors import ConfigError, StoreUnavailable
-from penstock.server.auth import KeyRing, load_keys
+from penstock.store.key_ring import KeyRing, load_keys
 from penstock.telemetry import log_event
 from penstock.tenants import ApiKey
 

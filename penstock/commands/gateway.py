@@ -1,0 +1,101 @@
+"""`penstock gateway`: one address in front of any number of servers."""
+
+import asyncio
+import dataclasses
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+
+from penstock import telemetry
+from penstock.config import Sourced
+from penstock.fleet.config import FleetConfig
+from penstock.fleet.fleet_file import read_fleet
+from penstock.fleet.gateway import Gateway
+from penstock.server import config as server_config
+from penstock.server.config import ServerConfig
+from penstock.server.listeners import joined, listen, listen_for_admin, remove_socket
+from penstock.server.store_opening import prepare_store
+from penstock.store.database import Database
+from penstock.store.key_ring import KeyRing
+from penstock.store.key_watch import KeyFile, KeySource, KeyWatcher
+from penstock.store.keys import KeyStore
+
+DEFAULT_PORT = 8080  # a server on the same machine has 8000
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The command's own flags."""
+
+    replicas: Sequence[str]
+    fleet: Path | None
+    policy: str | None
+
+
+def run(sourced: Sourced, wanted: Wanted) -> int:
+    """Serve until told to stop; return the exit status."""
+    fleet = read_fleet(wanted.fleet, wanted.replicas, wanted.policy)
+    config, _ = server_config.resolve(sourced)
+    if "port" not in sourced.sources:
+        config = dataclasses.replace(config, port=DEFAULT_PORT)
+    telemetry.configure_logging(config.log_format, process="gateway")
+    folder = Path(tempfile.mkdtemp(prefix="penstock-gateway-"))  # mode 0700: only we may connect
+    try:
+        listener, admin = listen(config.host, config.port), listen_for_admin(config.admin, folder)
+        config = prepare_store(config)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(config, fleet, listener, admin))
+    finally:
+        remove_socket(config.admin)
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+async def _serve(config: ServerConfig, fleet: FleetConfig, listener: socket.socket, admin: socket.socket) -> None:
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    database = Database.open(config.store) if config.store is not None and config.keys_file is None else None
+    ring = KeyRing(config.keys, needs_keys=config.needs_keys)
+    watching = asyncio.create_task(_follow_keys(ring, config, database))
+    gateway = Gateway(fleet, ring, max_body_bytes=config.max_body_bytes)
+    try:
+        await gateway.start(listener, admin, drain_seconds=config.drain_seconds)
+        _announce(gateway, listener, admin)
+        await stopping.wait()
+    finally:
+        await gateway.stop()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        if database is not None:
+            database.close()
+
+
+async def _follow_keys(ring: KeyRing, config: ServerConfig, database: Database | None) -> None:
+    source: KeySource | None = KeyStore(database) if database is not None else None
+    if config.keys_file is not None:
+        source = KeyFile(config.keys_file)
+    if source is not None:
+        await KeyWatcher(ring, source, needs_keys=config.needs_keys).run()
+
+
+def _announce(gateway: Gateway, listener: socket.socket, admin: socket.socket) -> None:
+    console = Console()
+    host, port = listener.getsockname()[:2]
+    address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    name = admin.getsockname()
+    where = f"unix:{name}" if admin.family == socket.AF_UNIX else f"http://{joined(*name[:2])}"
+    num_up = sum(replica.is_up for replica in gateway.pool)
+    console.print(f"Gateway: http://{joined(address, port)}/v1", soft_wrap=True, highlight=False, markup=False)
+    console.print(f"Admin:   {where}", soft_wrap=True, highlight=False, markup=False)
+    console.print(
+        f"Ready:   {num_up} of {len(gateway.pool)} replicas; models: {', '.join(sorted(gateway.pool.models())) or '–'}",
+        soft_wrap=True, highlight=False, markup=False,
+    )  # fmt: skip

@@ -1,0 +1,82 @@
+"""How one kind of server tells of itself: whether it is ready, what it serves, how busy it is.
+
+Texts in, values out. Knows nothing of HTTP clients or routing.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a replica last said it was."""
+
+    num_running: float = 0.0
+    num_waiting: float = 0.0
+    kv_utilization: float = 0.0  # 0 to 1
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model of a replica."""
+
+    name: str
+    max_context_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaAdapter:
+    """One kind of server, as data. Metrics that it has under several names are added up."""
+
+    kind: str
+    ready_path: str
+    running: tuple[str, ...]
+    waiting: tuple[str, ...]
+    kv_utilization: str | None
+    context_fields: tuple[str, ...] = ()  # where an entry of /v1/models tells the longest context
+    can_frame: bool = False  # streams that another replica can go on with (`protocol.frames`)
+    metrics_path: str = "/metrics"
+    models_path: str = "/v1/models"
+
+    def load(self, text: str) -> Load:
+        """Read the load from Prometheus's text. Raises ValueError where that is none."""
+        wanted = {*self.running, *self.waiting, *([self.kv_utilization] if self.kv_utilization else [])}
+        # Only the lines that count: a server may have thousands.
+        lines = "\n".join(line for line in text.splitlines() if line.startswith(tuple(wanted)))
+        values: dict[str, float] = {}
+        for family in text_string_to_metric_families(lines + "\n"):
+            for sample in family.samples:
+                values[sample.name] = values.get(sample.name, 0.0) + sample.value
+        return Load(
+            num_running=sum(values.get(name, 0.0) for name in self.running),
+            num_waiting=sum(values.get(name, 0.0) for name in self.waiting),
+            kv_utilization=values.get(self.kv_utilization, 0.0) if self.kv_utilization else 0.0,
+        )
+
+    def models(self, body: bytes) -> tuple[ServedModel, ...]:
+        """Read the answer of OpenAI's /v1/models. Raises ValueError."""
+        document = msgspec.json.decode(body)
+        entries = document.get("data") if isinstance(document, Mapping) else None
+        if not isinstance(entries, list):
+            raise ValueError("this is no list of models")
+        return tuple(self._model(entry) for entry in _named(entries))
+
+    def _model(self, entry: Mapping[str, Any]) -> ServedModel:
+        limits = (_inside(entry, field) for field in self.context_fields)
+        return ServedModel(str(entry["id"]), next((limit for limit in limits if isinstance(limit, int)), None))
+
+
+def _named(entries: Iterable[Any]) -> Iterable[Mapping[str, Any]]:
+    return (entry for entry in entries if isinstance(entry, Mapping) and isinstance(entry.get("id"), str))
+
+
+def _inside(entry: Mapping[str, Any], path: str) -> Any:
+    """Return the value at "meta.n_ctx_train"."""
+    value: Any = entry
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value

@@ -1,0 +1,12 @@
+"""A vLLM server."""
+
+from penstock.fleet.adapters.interface import ReplicaAdapter
+
+ADAPTER = ReplicaAdapter(
+    kind="vllm",
+    ready_path="/health",
+    running=("vllm:num_requests_running",),
+    waiting=("vllm:num_requests_waiting",),
+    kv_utilization="vllm:kv_cache_usage_perc",
+    context_fields=("max_model_len",),
+)

@@ -1,0 +1,64 @@
+"""Reads what the gateway fronts from a TOML file and the command line, and checks it.
+
+Knows nothing of how any of it is done.
+"""
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from penstock.errors import ConfigError
+from penstock.fleet.adapters.registry import ADAPTERS
+from penstock.fleet.config import FleetConfig, ReplicaEntry
+from penstock.fleet.router.policies.registry import POLICIES
+
+_OPTION = "--fleet"
+
+
+def read_fleet(file: Path | None, urls: Sequence[str] = (), policy: str | None = None) -> FleetConfig:
+    """Return the configuration that a file and the command line make. Raises ConfigError."""
+    config = FleetConfig() if file is None else _read_file(file)
+    named = tuple(ReplicaEntry(url=url) for url in urls)
+    config = msgspec.structs.replace(config, replicas=config.replicas + named, policy=policy or config.policy)
+    for entry in config.replicas:
+        check_entry(entry, "--replica" if entry in named else _OPTION)
+    for name in (config.policy, *(section.policy for section in config.models.values())):
+        if name not in POLICIES:
+            raise ConfigError("--policy", name, f"give one of: {', '.join(POLICIES.names)}")
+    sections = config.discovery
+    for kind in (*(item.kind for item in sections.dns), *(item.kind for item in sections.kubernetes)):
+        _check_kind(kind, _OPTION)
+    return config
+
+
+def check_entry(entry: ReplicaEntry, option: str) -> None:
+    """Raise ConfigError unless this names a server that we can speak to."""
+    _check_kind(entry.kind, option)
+    try:
+        parts = urlsplit(entry.url)
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_usable = False
+    if not is_usable or parts.query or parts.fragment or parts.username:
+        raise ConfigError(option, entry.url[:200], "give a replica's URL such as http://127.0.0.1:8000")
+    if entry.max_in_flight is not None and entry.max_in_flight < 1:
+        raise ConfigError(option, entry.max_in_flight, "max_in_flight must be at least 1, or be left out")
+
+
+def _check_kind(kind: str, option: str) -> None:
+    if kind not in ADAPTERS:
+        raise ConfigError(option, kind[:200], f"kind must be one of: {', '.join(ADAPTERS.names)}")
+
+
+def _read_file(file: Path) -> FleetConfig:
+    try:
+        return msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8")), FleetConfig)
+    except OSError as error:
+        raise ConfigError(_OPTION, str(file), f"it cannot be read ({error.strerror})") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(_OPTION, str(file), f"it is not valid TOML: {error}") from error
+    except msgspec.ValidationError as error:
+        raise ConfigError(_OPTION, str(file), str(error)) from error

@@ -1,0 +1,108 @@
+"""The gateway as a whole: its parts put together, started and stopped in order.
+
+Given listening sockets; knows nothing of the command line.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Coroutine
+from typing import Any
+
+from aiohttp import web
+
+from penstock.fleet.config import FleetConfig
+from penstock.fleet.discovery.dns import DnsDiscovery
+from penstock.fleet.discovery.interface import Discovery, follow
+from penstock.fleet.discovery.kubernetes import KubernetesDiscovery
+from penstock.fleet.discovery.registration import Registration
+from penstock.fleet.replica import ReplicaPool
+from penstock.fleet.router.app import GatewayContext, create_admin_app, create_app
+from penstock.fleet.router.decisions import DecisionLog
+from penstock.fleet.router.dispatch import Dispatcher
+from penstock.fleet.router.health import HealthMonitor
+from penstock.fleet.router.metrics import GatewayMetrics
+from penstock.fleet.router.proxy import Proxy
+from penstock.fleet.router.upstream import new_session
+from penstock.store.key_ring import KeyRing
+from penstock.telemetry import log_event
+
+_STATIC = "static"
+_KEEP_ALIVE_SECONDS = 75.0
+
+log = logging.getLogger("penstock.gateway")
+
+
+class Gateway:
+    """Make it in an event loop, `start` it, and `stop` it there."""
+
+    def __init__(
+        self, config: FleetConfig, ring: KeyRing | None = None, *, max_body_bytes: int = 8 * 1024 * 1024
+    ) -> None:
+        self._config = config
+        self.pool = ReplicaPool(config.health)
+        self._session = new_session(config.health)
+        self._dispatcher = Dispatcher(config, self.pool)
+        metrics = GatewayMetrics(self.pool, self._dispatcher)
+        self.registration = Registration(self.pool, config.discovery.lease_seconds)
+        self.monitor = HealthMonitor(self.pool, self._session, self._dispatcher.call_waiting)
+        self.context = GatewayContext(
+            config=config,
+            pool=self.pool,
+            ring=ring if ring is not None else KeyRing(()),
+            proxy=Proxy(self._session, self._dispatcher, metrics),
+            metrics=metrics,
+            decisions=DecisionLog(),
+            registration=self.registration,
+            max_body_bytes=max_body_bytes,
+        )
+        self._runners: list[web.AppRunner] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(
+        self, listener: socket.socket, admin: socket.socket | None = None, *, drain_seconds: float = 30.0
+    ) -> None:
+        """Serve; returns when the replicas of the configuration have been asked once."""
+        self.pool.replace(_STATIC, self._config.replicas)
+        self._run(self.registration.run())
+        for discovery in self._discoveries():
+            self._run(follow(discovery, self.pool))
+        await self.monitor.probe_all()
+        self._run(self.monitor.run())
+        await self._listen(create_app(self.context), listener, drain_seconds)
+        if admin is not None:
+            app = create_admin_app(self.context, needs_key=admin.family != socket.AF_UNIX)
+            await self._listen(app, admin, drain_seconds)
+
+    async def stop(self) -> None:
+        """Take no new requests, let open ones finish for as long as the drain may take, and let go of everything."""
+        self.context.draining = True
+        num_open = sum(replica.num_in_flight for replica in self.pool)
+        log_event(log, "draining: open requests may finish", open_requests=num_open)
+        await asyncio.gather(*[runner.cleanup() for runner in self._runners])
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._session.close()
+
+    def _discoveries(self) -> list[Discovery]:
+        sections = self._config.discovery
+        return [
+            *[DnsDiscovery(section) for section in sections.dns],
+            *[KubernetesDiscovery(section, self._session) for section in sections.kubernetes],
+        ]
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(work))
+
+    async def _listen(self, app: web.Application, listener: socket.socket, drain_seconds: float) -> None:
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            handler_cancellation=True,  # a caller who leaves frees the replica at once
+            shutdown_timeout=drain_seconds,
+            keepalive_timeout=_KEEP_ALIVE_SECONDS,
+        )
+        await runner.setup()
+        self._runners.append(runner)
+        await web.SockSite(runner, listener).start()

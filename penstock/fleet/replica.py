@@ -1,0 +1,134 @@
+"""One server behind the gateway, and all of them together.
+
+Holds what is known of each: models, load, standing, requests on their way. Changed by discovery, health and the proxy;
+read by policies. Knows nothing of HTTP.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator
+from urllib.parse import urlsplit
+
+from penstock.fleet.adapters.interface import Load, ReplicaAdapter, ServedModel
+from penstock.fleet.adapters.registry import ADAPTERS
+from penstock.fleet.breaker import Breaker, Standing
+from penstock.fleet.config import HealthSection, ReplicaEntry
+
+Clock = Callable[[], float]
+
+
+class Replica:
+    """What the gateway knows of one server."""
+
+    def __init__(self, entry: ReplicaEntry, health: HealthSection, clock: Clock) -> None:
+        self.entry = entry
+        self.url = entry.url.rstrip("/")
+        self.name = urlsplit(self.url).netloc  # in headers, logs and metrics
+        self.adapter: ReplicaAdapter = ADAPTERS.load(entry.kind)
+        self.breaker = Breaker(health, clock)
+        self.models: tuple[ServedModel, ...] = ()
+        self.load = Load()
+        self.load_at: float | None = None  # when that was so
+        self.num_in_flight = 0  # requests that this gateway sent and that have not ended
+        self.is_leaving = False  # gets no new requests; those it has go on
+        self._clock = clock
+        self._full_until = 0.0
+
+    @property
+    def is_usable(self) -> bool:
+        return not self.is_leaving and self.breaker.admits(self.num_in_flight)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it is there at all, be it on trial and taken."""
+        return not self.is_leaving and self.breaker.standing in (Standing.READY, Standing.TRIAL)
+
+    @property
+    def is_full(self) -> bool:
+        limit = self.entry.max_in_flight
+        return (limit is not None and self.num_in_flight >= limit) or self._clock() < self._full_until
+
+    @property
+    def seconds_until_free(self) -> float:
+        """How long it will count as full for having said so; 0 where only a request's end can help."""
+        return max(0.0, self._full_until - self._clock())
+
+    @property
+    def busyness(self) -> float:
+        """Requests it has: those it told of or, where we sent more since, ours."""
+        return max(self.load.num_running + self.load.num_waiting, float(self.num_in_flight))
+
+    def serves(self, model: str) -> bool:
+        return any(served.name == model for served in self.models)
+
+    def note_load(self, load: Load) -> None:
+        self.load, self.load_at = load, self._clock()
+
+    def note_full(self, seconds: float) -> None:
+        """It refused a request for being full, and said when to come again."""
+        self._full_until = self._clock() + seconds
+
+
+class ReplicaPool:
+    """All replicas by URL. A replica may be known to several sources, and goes when the last lets go of it."""
+
+    def __init__(self, health: HealthSection, clock: Clock = time.monotonic) -> None:
+        self.health = health
+        self.clock = clock
+        self.added = asyncio.Event()  # set when there is a replica that nobody has asked yet
+        self._replicas: dict[str, Replica] = {}
+        self._sources: dict[str, set[str]] = {}
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(list(self._replicas.values()))
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def find(self, url: str) -> Replica | None:
+        return self._replicas.get(url.rstrip("/"))
+
+    def replace(self, source: str, entries: Iterable[ReplicaEntry]) -> None:
+        """Take these replicas for all those that `source` knew before."""
+        wanted = {entry.url.rstrip("/"): entry for entry in entries}
+        for entry in wanted.values():
+            self.add(source, entry)
+        for url in [url for url, sources in self._sources.items() if source in sources and url not in wanted]:
+            self.remove(source, url)
+
+    def add(self, source: str, entry: ReplicaEntry) -> Replica:
+        url = entry.url.rstrip("/")
+        replica = self._replicas.get(url)
+        if replica is None:
+            replica = self._replicas[url] = Replica(entry, self.health, self.clock)
+            self.added.set()
+        replica.is_leaving = False
+        self._sources.setdefault(url, set()).add(source)
+        return replica
+
+    def remove(self, source: str, url: str) -> bool:
+        """Let go of a replica; return whether the source knew it. Requests that it has go on."""
+        url = url.rstrip("/")
+        sources = self._sources.get(url, set())
+        if source not in sources:
+            return False
+        sources.discard(source)
+        if not sources:
+            self._replicas.pop(url).is_leaving = True
+            del self._sources[url]
+        return True
+
+    def serving(self, model: str) -> list[Replica]:
+        return [replica for replica in self._replicas.values() if replica.serves(model)]
+
+    def models(self) -> dict[str, ServedModel]:
+        """Every model that a replica which is up serves, with the smallest of their contexts."""
+        found: dict[str, ServedModel] = {}
+        for replica in self._replicas.values():
+            for model in replica.models if replica.is_up else ():
+                known = found.get(model.name)
+                limits = [
+                    item.max_context_tokens for item in (known, model) if item and item.max_context_tokens is not None
+                ]
+                found[model.name] = ServedModel(model.name, min(limits, default=None))
+        return found

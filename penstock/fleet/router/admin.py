@@ -1,0 +1,105 @@
+"""The admin routes: who is behind the gateway, who wants to be, and why requests went where they went."""
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+from penstock.errors import ConfigError, RequestError
+from penstock.fleet.config import ReplicaEntry
+from penstock.fleet.discovery.registration import Registration
+from penstock.fleet.fleet_file import check_entry
+from penstock.fleet.replica import Replica, ReplicaPool
+from penstock.fleet.router.decisions import Decision, DecisionLog
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_DEFAULT_DECISIONS = 50
+
+
+class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica as the gateway sees it."""
+
+    url: str
+    kind: str
+    models: list[str]
+    standing: str
+    reason: str
+    in_flight: int
+    running: float
+    waiting: float
+    kv_utilization: float
+    full: bool
+    ejections: int
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """How long a registration lasts without another."""
+
+    lease_seconds: float
+
+
+class ReplicaReports(msgspec.Struct, frozen=True):
+    replicas: list[ReplicaReport]
+
+
+class Decisions(msgspec.Struct, frozen=True):
+    decisions: list[Decision]
+
+
+def admin_routes(
+    pool: ReplicaPool, registration: Registration, decisions: DecisionLog
+) -> list[tuple[str, str, Handler]]:
+    """Return (method, path, handler) of each."""
+
+    async def show_replicas(request: web.Request) -> web.StreamResponse:
+        return _json(ReplicaReports([_report(replica) for replica in pool]))
+
+    async def register(request: web.Request) -> web.StreamResponse:
+        try:
+            entry = msgspec.json.decode(await request.read(), type=ReplicaEntry)
+            if entry.key_file is not None:
+                raise RequestError("key_file belongs into the gateway's own file; leave it out", param="key_file")
+            check_entry(entry, "url")
+        except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as error:
+            raise RequestError(f"this registers no replica: {error}") from None
+        registration.register(entry)
+        return _json(Lease(registration.lease_seconds))
+
+    async def leave(request: web.Request) -> web.StreamResponse:
+        if not registration.leave(request.query.get("url", "")):
+            raise RequestError("no replica of this URL has registered; give it as ?url=http://…", param="url")
+        return _json(ReplicaReports([_report(replica) for replica in pool]))
+
+    async def show_decisions(request: web.Request) -> web.StreamResponse:
+        limit = request.query.get("limit", str(_DEFAULT_DECISIONS))
+        if not limit.isascii() or not limit.isdigit():
+            raise RequestError("limit must be a whole number", param="limit")
+        return _json(Decisions(decisions.newest(int(limit[:6]))))
+
+    return [
+        ("GET", "/admin/replicas", show_replicas),
+        ("POST", "/admin/replicas", register),
+        ("DELETE", "/admin/replicas", leave),
+        ("GET", "/admin/decisions", show_decisions),
+    ]
+
+
+def _report(replica: Replica) -> ReplicaReport:
+    return ReplicaReport(
+        url=replica.url,
+        kind=replica.adapter.kind,
+        models=[model.name for model in replica.models],
+        standing=replica.breaker.standing.value,
+        reason=replica.breaker.reason,
+        in_flight=replica.num_in_flight,
+        running=replica.load.num_running,
+        waiting=replica.load.num_waiting,
+        kv_utilization=replica.load.kv_utilization,
+        full=replica.is_full,
+        ejections=replica.breaker.num_ejections,
+    )
+
+
+def _json(document: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(document), headers={"content-type": "application/json"})

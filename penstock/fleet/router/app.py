@@ -1,0 +1,250 @@
+"""The gateway's HTTP app: OpenAI's routes for every model behind it, and pages for operators.
+
+Gives every request an id, a record and a log line, and every error the catalogue's shape. Knows nothing of sockets.
+"""
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from penstock.errors import (
+    BodyTooLarge,
+    MethodNotAllowed,
+    NotPermitted,
+    NotReady,
+    PenstockError,
+    RequestError,
+    RouteNotFound,
+    UnknownModel,
+    WrongMediaType,
+)
+from penstock.fleet.config import FleetConfig
+from penstock.fleet.discovery.registration import Registration
+from penstock.fleet.replica import ReplicaPool
+from penstock.fleet.router.admin import admin_routes
+from penstock.fleet.router.decisions import Decision, DecisionLog
+from penstock.fleet.router.metrics import GatewayMetrics
+from penstock.fleet.router.proxy import ClientGone, Proxy
+from penstock.fleet.router.query import RouteQuery, read_head
+from penstock.protocol.errors import reply_for
+from penstock.protocol.health import Health
+from penstock.protocol.models import Model, ModelList
+from penstock.store.key_ring import KeyRing
+from penstock.telemetry import RequestRecord, log_request
+from penstock.tenants import Caller
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+RECORD = web.RequestKey("record", RequestRecord)
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_QUIET_ROUTES = frozenset({"/live", "/ready", "/metrics"})
+_GONE_STATUS = 499  # for logs and metrics only
+_SESSION_HEADER = "x-session-id"
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class GatewayContext:
+    """What the routes share."""
+
+    config: FleetConfig
+    pool: ReplicaPool
+    ring: KeyRing
+    proxy: Proxy
+    metrics: GatewayMetrics
+    decisions: DecisionLog
+    registration: Registration
+    max_body_bytes: int
+    draining: bool = False
+
+
+def create_app(context: GatewayContext) -> web.Application:
+    """Return the app of the public port. With keys it has the admin routes too, for keys with admin = true."""
+    app = web.Application(middlewares=[_front_door(context)], client_max_size=context.max_body_bytes)
+    routes = _Routes(context)
+    app.router.add_post("/v1/{path:[A-Za-z0-9_/-]+}", routes.forward)
+    app.router.add_get("/v1/models", routes.list_models)
+    app.router.add_get("/v1/models/{model:.+}", routes.show_model)
+    app.router.add_get("/live", routes.live)
+    app.router.add_get("/ready", routes.ready)
+    app.router.add_get("/metrics", routes.admin_only(routes.metrics))
+    for method, path, handler in admin_routes(context.pool, context.registration, context.decisions):
+        app.router.add_route(method, path, routes.admin_only(handler, needs_keys=True))
+    return app
+
+
+def create_admin_app(context: GatewayContext, *, needs_key: bool) -> web.Application:
+    """Return the app of the admin socket. Without `needs_key`, who can open the socket may do everything there."""
+    app = web.Application(middlewares=[_front_door(context)], client_max_size=context.max_body_bytes)
+    routes = _Routes(context)
+    for method, path, handler in admin_routes(context.pool, context.registration, context.decisions):
+        app.router.add_route(method, path, routes.admin_only(handler) if needs_key else handler)
+    return app
+
+
+class _Routes:
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = context
+
+    async def forward(self, request: web.Request) -> web.StreamResponse:
+        """Have a replica answer."""
+        context, record = self._context, request[RECORD]
+        record.route = f"/v1/{request.match_info['path']}"
+        caller = self._identify(request)
+        if request.content_type != "application/json":
+            raise WrongMediaType("send the body as JSON, with the header 'Content-Type: application/json'")
+        try:
+            body = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise BodyTooLarge(context.max_body_bytes) from None
+        head = read_head(body)
+        model = context.config.aliases.get(head.model, head.model)
+        if not (caller.may_use(head.model) or caller.may_use(model)):
+            raise UnknownModel(head.model, self._names_for(caller))
+        if model != head.model:
+            body = msgspec.json.encode({**msgspec.json.decode(body), "model": model})
+        record.model, record.stream = model, bool(head.stream)
+        query = RouteQuery(head, model=model, tenant=caller.tenant, session=request.headers.get(_SESSION_HEADER))
+        decision = Decision(
+            request_id=record.request_id, time=time.time(), tenant=caller.tenant, model=model,
+            policy="", replica="", reason="", attempts=0, waited_seconds=0.0,
+        )  # fmt: skip
+        try:
+            return await context.proxy.forward(
+                request, body, query, record, decision,
+                streams=bool(head.stream), priority=caller.terms.priority or 0, has_keys=not context.ring.is_open,
+            )  # fmt: skip
+        finally:
+            context.decisions.add(decision)
+
+    async def list_models(self, request: web.Request) -> web.StreamResponse:
+        caller = self._identify(request)
+        return _json(ModelList(data=[self._describe(name) for name in self._names_for(caller)]))
+
+    async def show_model(self, request: web.Request) -> web.StreamResponse:
+        names, name = self._names_for(self._identify(request)), request.match_info["model"]
+        if name not in names:
+            raise UnknownModel(name, names)
+        return _json(self._describe(name))
+
+    async def live(self, request: web.Request) -> web.StreamResponse:
+        return _json(Health("live"))
+
+    async def ready(self, request: web.Request) -> web.StreamResponse:
+        if self._context.draining:
+            raise NotReady("the gateway is draining: it finishes open requests and takes no new ones")
+        if not any(replica.is_up for replica in self._context.pool):
+            raise NotReady("no replica is ready")
+        return _json(Health("ready"))
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        body, content_type = self._context.metrics.exposition(request.headers.get("accept", ""))
+        return web.Response(body=body, headers={"content-type": content_type})
+
+    def admin_only(self, handler: Handler, *, needs_keys: bool = False) -> Handler:
+        """Guard a handler. With `needs_keys` nobody gets in where there are no keys at all."""
+
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            if needs_keys and self._context.ring.is_open:
+                raise RouteNotFound("without API keys the admin routes are on the admin socket only")
+            if not self._identify(request).terms.admin:
+                raise NotPermitted("this route needs an API key with admin = true")
+            return await handler(request)
+
+        return guarded
+
+    def _identify(self, request: web.Request) -> Caller:
+        caller = self._context.ring.identify(request.headers.get("authorization"))
+        request[RECORD].tenant = caller.tenant
+        return caller
+
+    def _names_for(self, caller: Caller) -> list[str]:
+        served = self._context.pool.models()
+        aliases = {alias: model for alias, model in self._context.config.aliases.items() if model in served}
+        named = {**{name: name for name in served}, **aliases}
+        return sorted(name for name, model in named.items() if caller.may_use(name) or caller.may_use(model))
+
+    def _describe(self, name: str) -> Model:
+        model = self._context.pool.models().get(self._context.config.aliases.get(name, name))
+        limit = model.max_context_tokens if model is not None else None
+        return Model(id=name, created=0, max_context_tokens=limit)
+
+
+def _front_door(context: GatewayContext) -> Middleware:
+    @web.middleware
+    async def front_door(request: web.Request, handler: Handler) -> web.StreamResponse:
+        record = _open_record(request)
+        request[RECORD] = record
+        try:
+            response = await _answered(request, handler)
+            record.status = response.status
+            return response
+        except (ClientGone, asyncio.CancelledError):
+            record.finish, record.status = "abort", record.status or _GONE_STATUS
+            raise
+        finally:
+            record.total_seconds = time.monotonic() - record.arrival
+            # Names of models that nobody serves would be labels without number.
+            known = record.model if context.pool.serving(record.model) else ""
+            context.metrics.requests.labels(known, str(record.status)).inc()
+            if record.route not in _QUIET_ROUTES:
+                log_request(record)
+
+    return front_door
+
+
+async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Run a handler; what it raises becomes an error of the catalogue."""
+    try:
+        return await handler(request)
+    except PenstockError as error:
+        return _error(request, error)
+    except web.HTTPException as error:
+        return _error(request, _own_error(request, error))
+    except (ClientGone, asyncio.CancelledError):
+        raise
+    except Exception as error:
+        _logger.exception("unexpected failure (request %s)", request[RECORD].request_id)
+        return _error(request, error)
+
+
+def _own_error(request: web.Request, error: web.HTTPException) -> RequestError:
+    method, path = request.method[:20], request.path[:200]
+    if error.status == 404:
+        return RouteNotFound(f"there is no {path!r} here")
+    if error.status == 405:
+        return MethodNotAllowed(f"{method!r} is not possible on {path!r}")
+    return RequestError("the request could not be understood")
+
+
+def _open_record(request: web.Request) -> RequestRecord:
+    given = request.headers.get("x-request-id", "")
+    resource = request.match_info.route.resource
+    return RequestRecord(
+        request_id=given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex,
+        method=request.method,
+        path=request.path[:200],
+        arrival=time.monotonic(),
+        route=resource.canonical if resource is not None else "unmatched",
+    )
+
+
+def _error(request: web.Request, error: Exception) -> web.Response:
+    reply = reply_for(error)
+    record = request[RECORD]
+    record.error_code = reply.code
+    headers = {**reply.headers, "content-type": "application/json", "x-request-id": record.request_id}
+    return web.Response(status=reply.status, body=reply.body, headers=headers)
+
+
+def _json(document: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(document), headers={"content-type": "application/json"})

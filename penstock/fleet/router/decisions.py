@@ -1,0 +1,63 @@
+"""Why requests went where they went: the last of them, and the header that tells each caller its own.
+
+Knows nothing of how choices are made.
+"""
+
+from collections import deque
+
+import msgspec
+
+from penstock.fleet.router.dispatch import Placement
+
+ROUTE_HEADER = "x-penstock-route"
+_MAX_KEPT = 512
+
+
+class Decision(msgspec.Struct, kw_only=True):
+    """One request's way through the gateway."""
+
+    request_id: str
+    time: float  # Unix time
+    tenant: str
+    model: str
+    policy: str
+    replica: str
+    reason: str
+    attempts: int  # places it was sent to before its first byte, this one included
+    waited_seconds: float  # in the gateway
+    predicted_ttft_seconds: float | None = None
+    ttft_seconds: float | None = None  # from arrival to the replica's first byte
+    cached_tokens: int | None = None  # as predicted
+    resumptions: int = 0  # replicas that failed in the middle and were replaced
+    status: int = 0
+
+    def take(self, placement: Placement) -> None:
+        """Note where it goes now."""
+        self.policy, self.replica = placement.policy, placement.replica.name
+        self.reason = placement.choice.reason
+        self.predicted_ttft_seconds = placement.choice.predicted_ttft_seconds
+        self.cached_tokens = placement.choice.cached_tokens
+
+    def header(self) -> str:
+        parts = [f"replica={self.replica}", f"policy={self.policy}", f'reason="{self.reason}"']
+        parts += [f"attempts={self.attempts}", f"waited_ms={self.waited_seconds * 1000:.1f}"]
+        if self.predicted_ttft_seconds is not None:
+            parts.append(f"predicted_ttft_ms={self.predicted_ttft_seconds * 1000:.1f}")
+        if self.ttft_seconds is not None:
+            parts.append(f"ttft_ms={self.ttft_seconds * 1000:.1f}")
+        if self.cached_tokens is not None:
+            parts.append(f"cached_tokens={self.cached_tokens}")
+        return "; ".join(parts)
+
+
+class DecisionLog:
+    """The newest decisions, and no more than that."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Decision] = deque(maxlen=_MAX_KEPT)
+
+    def add(self, decision: Decision) -> None:
+        self._kept.append(decision)
+
+    def newest(self, count: int) -> list[Decision]:
+        return list(self._kept)[-count:][::-1] if count > 0 else []

@@ -1,0 +1,146 @@
+"""Finds each request its replica: by the model's policy, at once or after a wait.
+
+Tells a full fleet (429) from one that is not there (503). Knows nothing of HTTP.
+"""
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from penstock.errors import EngineUnavailable, Overloaded, UnknownModel
+from penstock.fleet.config import FleetConfig
+from penstock.fleet.replica import Replica, ReplicaPool
+from penstock.fleet.router.policies.interface import Choice, Policy
+from penstock.fleet.router.policies.registry import POLICIES
+from penstock.fleet.router.query import RouteQuery
+from penstock.fleet.router.waiting_room import RoomFull, WaitingRoom
+
+_SMOOTHING = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a request wants of its replica."""
+
+    query: RouteQuery
+    priority: int = 0
+    avoid: Collection[str] = ()  # URLs of replicas that failed it; taken again only where there is no other
+    must_frame: bool = False  # it can only go on with an answer that another began
+
+
+class Placement:
+    """A request's place on a replica. Release it once, when the request has ended there."""
+
+    def __init__(self, dispatcher: "Dispatcher", choice: Choice, policy: str, model: str) -> None:
+        self.choice = choice
+        self.replica: Replica = choice.replica
+        self.policy = policy
+        self._dispatcher = dispatcher
+        self._model = model
+        self._is_held = True
+        self.replica.num_in_flight += 1
+
+    def release(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self.replica.num_in_flight -= 1
+            self._dispatcher.on_release(self._model)
+
+
+class _Lane:
+    """One model's policy and waiting requests."""
+
+    def __init__(self, policy: str, max_per_tenant: int) -> None:
+        self.policy_name = policy
+        self.policy: Policy = POLICIES.load(policy)()
+        self.room: WaitingRoom[Placement] = WaitingRoom(max_per_tenant)
+        self.seconds_per_release: float | None = None
+        self.released_at: float | None = None
+
+
+class Dispatcher:
+    def __init__(self, config: FleetConfig, pool: ReplicaPool) -> None:
+        self._config = config
+        self._pool = pool
+        self._lanes: dict[str, _Lane] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(lane.room) for lane in self._lanes.values())
+
+    async def acquire(self, wish: Wish) -> Placement:
+        """Return a place for a request. Raises UnknownModel, Overloaded or EngineUnavailable."""
+        lane = self._lane(wish.query.model)
+        # Who comes now may not pass those who wait.
+        placement = None if len(lane.room) else self._place(lane, wish)
+        if placement is not None:
+            return placement
+        model, queue = wish.query.model, self._config.queue
+        is_there = any(replica.is_up for replica in self._pool.serving(model))
+        if not is_there and not self._may_come(model):
+            raise UnknownModel(model, sorted(self._pool.models()))
+        seconds = queue.max_wait_seconds if is_there else queue.hold_seconds
+        try:
+            return await lane.room.enter(
+                wish.query.tenant, wish.priority, seconds, lambda: self._place(lane, wish), Placement.release
+            )
+        except RoomFull:
+            message = f"{queue.max_waiting_per_tenant} of your requests wait for a replica, which is the limit"
+            raise Overloaded(message, retry_after_seconds=self._retry_after(lane, model)) from None
+        except TimeoutError:
+            if any(replica.is_up for replica in self._pool.serving(model)):
+                message = f"every replica of the model stayed full for {seconds:g} s"
+                raise Overloaded(message, retry_after_seconds=self._retry_after(lane, model)) from None
+            raise EngineUnavailable("no replica of this model is ready; try again in a few seconds") from None
+
+    def on_release(self, model: str) -> None:
+        """A request has ended: learn how fast they do, and call the next."""
+        lane, now = self._lane(model), self._pool.clock()
+        if lane.released_at is not None and len(lane.room):
+            seconds, known = now - lane.released_at, lane.seconds_per_release
+            lane.seconds_per_release = seconds if known is None else known + _SMOOTHING * (seconds - known)
+        lane.released_at = now
+        lane.room.call_next()
+
+    def call_waiting(self) -> None:
+        """Something about the replicas changed: look whether anybody who waits can be served."""
+        for lane in self._lanes.values():
+            lane.room.call_next()
+
+    def note_full(self, replica: Replica, seconds: float) -> None:
+        """A replica refused a request for being full; look again when it said to."""
+        replica.note_full(seconds)
+        asyncio.get_running_loop().call_later(seconds + 0.001, self.call_waiting)
+
+    def _lane(self, model: str) -> _Lane:
+        lane = self._lanes.get(model)
+        if lane is None:
+            lane = _Lane(self._config.policy_of(model), self._config.queue.max_waiting_per_tenant)
+            # What nobody serves must not stay here: callers could make up any number of names.
+            if self._pool.serving(model) or model in self._config.models:
+                self._lanes[model] = lane
+        return lane
+
+    def _place(self, lane: _Lane, wish: Wish) -> Placement | None:
+        able = [
+            replica
+            for replica in self._pool.serving(wish.query.model)
+            if replica.is_usable and not replica.is_full and (replica.adapter.can_frame or not wish.must_frame)
+        ]
+        candidates = [replica for replica in able if replica.url not in wish.avoid] or able
+        if not candidates:
+            return None
+        choice = lane.policy.choose(wish.query, candidates)
+        return Placement(self, choice, lane.policy_name, wish.query.model)
+
+    def _may_come(self, model: str) -> bool:
+        """Whether a model that no replica serves now is expected: declared, known before, or none was asked yet."""
+        if model in self._config.models or model in self._config.aliases.values() or self._pool.serving(model):
+            return True
+        return not any(replica.is_up for replica in self._pool)
+
+    def _retry_after(self, lane: _Lane, model: str) -> float:
+        """Return when a place may be free: when a replica said so, or when those who wait will have been served."""
+        told = [replica.seconds_until_free for replica in self._pool.serving(model) if replica.seconds_until_free > 0]
+        served = (len(lane.room) + 1) * lane.seconds_per_release if lane.seconds_per_release is not None else 1.0
+        return max(min(told, default=0.0), served)

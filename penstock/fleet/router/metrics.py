@@ -1,0 +1,78 @@
+"""What the gateway counts of itself. docs/metrics.md lists it all, and a test holds the two together."""
+
+from collections import Counter as Tally
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from penstock.fleet.breaker import Standing
+from penstock.fleet.replica import ReplicaPool
+from penstock.fleet.router.dispatch import Dispatcher
+
+_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class GatewayMetrics:
+    def __init__(self, pool: ReplicaPool, dispatcher: Dispatcher) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Gauges(pool, dispatcher))
+        self.requests = Counter(
+            "penstock_gateway_requests", "Requests answered", ["model", "status"], registry=self._registry
+        )
+        self.retries = Counter(
+            "penstock_gateway_retries", "Requests sent again before their first byte", registry=self._registry
+        )
+        self.resumptions = Counter(
+            "penstock_gateway_resumptions",
+            "Streams whose replica failed: continued elsewhere, or lost",
+            ["outcome"],
+            registry=self._registry,
+        )
+        self.first_byte = Histogram(
+            "penstock_gateway_time_to_first_byte_seconds",
+            "From arrival to the replica's first byte",
+            ["model"],
+            buckets=_BOUNDS,
+            registry=self._registry,
+        )
+        self.waited = Histogram(
+            "penstock_gateway_wait_seconds",
+            "In the gateway, before a replica was found",
+            buckets=_BOUNDS,
+            registry=self._registry,
+        )
+
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+
+class _Gauges(Collector):
+    """What is so at this moment."""
+
+    def __init__(self, pool: ReplicaPool, dispatcher: Dispatcher) -> None:
+        self._pool = pool
+        self._dispatcher = dispatcher
+
+    def collect(self) -> Iterator[Metric]:
+        standings = Tally(replica.breaker.standing for replica in self._pool)
+        replicas = GaugeMetricFamily("penstock_gateway_replicas", "Replicas, by standing", labels=["standing"])
+        for standing in Standing:
+            replicas.add_metric([standing.value], standings[standing])
+        yield replicas
+        in_flight = GaugeMetricFamily(
+            "penstock_gateway_in_flight_requests", "Requests that a replica works on for us", labels=["replica"]
+        )
+        ejections = GaugeMetricFamily(
+            "penstock_gateway_replica_ejections", "Times a replica was ejected", labels=["replica"]
+        )
+        for replica in self._pool:
+            in_flight.add_metric([replica.name], replica.num_in_flight)
+            ejections.add_metric([replica.name], replica.breaker.num_ejections)
+        yield in_flight
+        yield ejections
+        text = "Requests that wait for a replica"
+        yield GaugeMetricFamily("penstock_gateway_waiting_requests", text, self._dispatcher.num_waiting)

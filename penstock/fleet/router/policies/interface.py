@@ -1,0 +1,29 @@
+"""What a routing policy is: one request and the replicas that could take it in, one of them and why out."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.fleet.replica import Replica
+from penstock.fleet.router.query import RouteQuery
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where a request goes."""
+
+    replica: Replica
+    reason: str  # for the response's header and /admin/decisions; one short phrase without ';'
+    predicted_ttft_seconds: float | None = None  # where the policy reckons with it
+    cached_tokens: int | None = None  # of the prompt, that it expects the replica to have
+
+
+class Policy(ABC):
+    """One way to spread requests. One object serves one model, for the gateway's life."""
+
+    @abstractmethod
+    def choose(self, query: RouteQuery, candidates: Sequence[Replica]) -> Choice:
+        """Return one of the candidates, of which there is at least one; all can take the request now.
+
+        Called again, with fewer candidates, where a replica failed before its first byte or in the middle of a stream.
+        """

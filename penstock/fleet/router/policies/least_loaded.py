@@ -1,0 +1,19 @@
+"""The replica with the fewest requests."""
+
+from collections.abc import Sequence
+
+from penstock.fleet.replica import Replica
+from penstock.fleet.router.policies.interface import Choice, Policy
+from penstock.fleet.router.query import RouteQuery
+
+
+class LeastLoaded(Policy):
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def choose(self, query: RouteQuery, candidates: Sequence[Replica]) -> Choice:
+        fewest = min(replica.busyness for replica in candidates)
+        # Equals take turns, or an idle fleet's first replica would get everything.
+        equals = sorted((item for item in candidates if item.busyness == fewest), key=lambda replica: replica.url)
+        self._turn += 1
+        return Choice(equals[self._turn % len(equals)], f"has {fewest:g} requests, fewest of {len(candidates)}")

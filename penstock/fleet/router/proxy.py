@@ -1,0 +1,342 @@
+"""One request through the gateway: place, send, pass back, and try elsewhere what a replica failed.
+
+Bytes of a stream are passed on as they come. Before the first of them another replica may be tried; after it only where
+the stream is framed (`protocol.frames`): then another replica goes on behind the last whole frame, and the caller sees
+one stream. Knows nothing of how replicas are found or chosen.
+"""
+
+import random
+import time
+from dataclasses import dataclass, field
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from penstock.errors import EngineFailed, LimitReached, Overloaded, PenstockError
+from penstock.fleet.router.decisions import ROUTE_HEADER, Decision
+from penstock.fleet.router.dispatch import Dispatcher, Placement, Wish
+from penstock.fleet.router.metrics import GatewayMetrics
+from penstock.fleet.router.query import RouteQuery
+from penstock.fleet.router.upstream import (
+    RETRIED_STATUSES,
+    UPSTREAM_ERRORS,
+    error_code,
+    note_failure,
+    note_refusal,
+    read_error,
+    request_headers,
+    response_headers,
+    retry_after_seconds,
+    target,
+)
+from penstock.protocol.errors import ErrorReply, reply_for
+from penstock.protocol.frames import FRAMES_HEADER, BrokenFrames, FrameReader
+from penstock.telemetry import RequestRecord
+
+# Replicas that may fail a request in a row before it is given up: one that kills replicas must not kill them all.
+MAX_ATTEMPTS = 3
+
+
+class ClientGone(Exception):
+    """The caller closed the connection."""
+
+
+class _ChunkHead(msgspec.Struct):
+    """What the chunks of one answer have in common."""
+
+    id: str
+    created: int
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One request while it is on its way."""
+
+    request: web.Request
+    body: bytes
+    query: RouteQuery
+    streams: bool
+    record: RequestRecord
+    decision: Decision
+    priority: int
+    has_keys: bool
+    seed: int  # for a stream that may move to another replica: there it must draw the same
+    avoid: set[str] = field(default_factory=set)
+    num_failures: int = 0  # in a row
+    refusal: ErrorReply | None = None  # of the replica that failed it last
+
+
+class Proxy:
+    def __init__(self, session: aiohttp.ClientSession, dispatcher: Dispatcher, metrics: GatewayMetrics) -> None:
+        self._session = session
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+
+    async def forward(
+        self,
+        request: web.Request,
+        body: bytes,
+        query: RouteQuery,
+        record: RequestRecord,
+        decision: Decision,
+        *,
+        streams: bool,
+        priority: int,
+        has_keys: bool,
+    ) -> web.StreamResponse:
+        """Answer a request with what a replica answers. Raises PenstockError where none does, and ClientGone."""
+        seed = random.getrandbits(56)
+        exchange = _Exchange(request, body, query, streams, record, decision, priority, has_keys, seed)
+        while True:
+            try:
+                placement = await self._place(exchange)
+            except Overloaded:
+                if exchange.refusal is None:
+                    raise
+                return _error_response(exchange)  # the replica's own refusal says more
+            try:
+                response = await self._attempt(exchange, placement)
+            finally:
+                placement.release()
+            if response is not None:
+                return response
+            if exchange.num_failures >= MAX_ATTEMPTS:
+                return _error_response(exchange)
+            self._metrics.retries.inc()
+
+    async def _place(self, exchange: _Exchange) -> Placement:
+        wish = Wish(exchange.query, exchange.priority, exchange.avoid)
+        placement = await self._dispatcher.acquire(wish)
+        exchange.decision.attempts += 1
+        exchange.decision.waited_seconds = time.monotonic() - exchange.record.arrival
+        exchange.decision.take(placement)
+        self._metrics.waited.observe(exchange.decision.waited_seconds)
+        return placement
+
+    async def _attempt(self, exchange: _Exchange, placement: Placement) -> web.StreamResponse | None:
+        """Send the request to one replica; None where another should be tried."""
+        replica = placement.replica
+        try:
+            async with await self._open(exchange, placement, exchange.body) as upstream:
+                if upstream.status in RETRIED_STATUSES or upstream.status == 429:
+                    if await self._is_final(exchange, placement, upstream):
+                        return _error_response(exchange)
+                    return None
+                self._note_first_byte(exchange)
+                if upstream.headers.get(FRAMES_HEADER) is not None:
+                    return await self._pass_frames(exchange, placement, upstream)
+                if upstream.content_type == "text/event-stream":
+                    return await self._pass_stream(exchange, placement, upstream)
+                whole = await upstream.read()
+                replica.breaker.on_success()
+                headers = self._headers(exchange, upstream)
+                return web.Response(status=upstream.status, body=whole, headers=headers)
+        except UPSTREAM_ERRORS as error:
+            note_failure(replica, error)
+            self._note_failure(exchange, placement, reply_for(EngineFailed("a replica failed before it answered")))
+            return None
+
+    async def _open(self, exchange: _Exchange, placement: Placement, body: bytes) -> aiohttp.ClientResponse:
+        replica = placement.replica
+        headers = request_headers(
+            exchange.request.headers, replica, exchange.record.request_id, has_keys=exchange.has_keys
+        )
+        if exchange.streams and replica.adapter.can_frame:
+            headers[FRAMES_HEADER] = str(exchange.seed)
+        url = target(replica, exchange.request.rel_url.raw_path)
+        return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
+
+    async def _is_final(self, exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse) -> bool:
+        """Take a refusal in; return whether it is the caller's own limit, which holds everywhere."""
+        body = await read_error(upstream)
+        code = error_code(body)
+        headers = response_headers(upstream.headers)
+        reply = ErrorReply(upstream.status, code or "upstream_error", body, headers)
+        if upstream.status == 429:
+            exchange.refusal = reply
+            if code == LimitReached.code:
+                return True
+            self._dispatcher.note_full(placement.replica, retry_after_seconds(upstream.headers))
+            return False
+        note_refusal(placement.replica, upstream.status, code)
+        self._note_failure(exchange, placement, reply)
+        return False
+
+    # ------------------------------------------------------------ streams
+
+    async def _pass_stream(
+        self, exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse
+    ) -> web.StreamResponse:
+        """Pass a stream on as it comes. One that breaks ends with an error event, without [DONE]."""
+        response = await self._begin(exchange, upstream)
+        try:
+            while data := await upstream.content.readany():
+                await _write(response, data)
+        except UPSTREAM_ERRORS as error:
+            note_failure(placement.replica, error)
+            await self._end_with_error(exchange, response, b"")
+            return response
+        placement.replica.breaker.on_success()
+        await _write_eof(response)
+        return response
+
+    async def _pass_frames(
+        self, exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse
+    ) -> web.StreamResponse:
+        """Pass a framed stream on, and have another replica go on with it where this one fails."""
+        response = await self._begin(exchange, upstream)
+        reader = FrameReader()
+        stream = _FramedStream(response, reader)
+        if await stream.follow(placement, upstream):
+            exchange.num_failures = 0
+        failure_events = b""
+        while not reader.finished and exchange.num_failures < MAX_ATTEMPTS:
+            placement.release()
+            exchange.num_failures += 1
+            exchange.avoid = {placement.replica.url}
+            failure_events = reader.failure_events or failure_events
+            reader.start_over()
+            other = await self._place_again(exchange)
+            if other is None:
+                break
+            placement = other
+            try:
+                await self._go_on(exchange, placement, stream)
+            finally:
+                placement.release()
+        if reader.finished:
+            await _write_eof(response)
+        else:
+            await self._end_with_error(exchange, response, failure_events)
+        return response
+
+    async def _place_again(self, exchange: _Exchange) -> Placement | None:
+        wish = Wish(exchange.query, exchange.priority, exchange.avoid, must_frame=True)
+        try:
+            placement = await self._dispatcher.acquire(wish)
+        except PenstockError:
+            return None
+        exchange.decision.resumptions += 1
+        exchange.decision.take(placement)
+        return placement
+
+    async def _go_on(self, exchange: _Exchange, placement: Placement, stream: "_FramedStream") -> None:
+        """Have a replica go on with a stream behind what the caller has seen."""
+        body = _continuation(exchange.body, stream)
+        try:
+            async with await self._open(exchange, placement, body) as upstream:
+                if upstream.status != 200 or upstream.headers.get(FRAMES_HEADER) is None:
+                    code = error_code(await read_error(upstream))
+                    if upstream.status == 429:
+                        self._dispatcher.note_full(placement.replica, retry_after_seconds(upstream.headers))
+                    else:
+                        note_refusal(placement.replica, upstream.status, code)
+                    return
+                self._metrics.resumptions.labels("continued").inc()
+                if await stream.follow(placement, upstream):
+                    exchange.num_failures = 0
+        except UPSTREAM_ERRORS as error:
+            note_failure(placement.replica, error)
+
+    async def _begin(self, exchange: _Exchange, upstream: aiohttp.ClientResponse) -> web.StreamResponse:
+        response = web.StreamResponse(status=upstream.status, headers=self._headers(exchange, upstream))
+        try:
+            await response.prepare(exchange.request)
+        except ConnectionError:
+            raise ClientGone from None
+        return response
+
+    async def _end_with_error(self, exchange: _Exchange, response: web.StreamResponse, events: bytes) -> None:
+        self._metrics.resumptions.labels("lost").inc()
+        reply = reply_for(EngineFailed("the replica failed while it answered, and none could go on; try again"))
+        exchange.record.error_code = reply.code
+        await _write(response, events or b"data: %b\n\n" % reply.body)
+        await _write_eof(response)
+
+    # ------------------------------------------------------------ notes
+
+    def _headers(self, exchange: _Exchange, upstream: aiohttp.ClientResponse) -> dict[str, str]:
+        headers = response_headers(upstream.headers)
+        headers["x-request-id"] = exchange.record.request_id
+        headers[ROUTE_HEADER] = exchange.decision.header()
+        return headers
+
+    def _note_first_byte(self, exchange: _Exchange) -> None:
+        seconds = time.monotonic() - exchange.record.arrival
+        exchange.record.ttft_seconds = exchange.decision.ttft_seconds = seconds
+        self._metrics.first_byte.labels(exchange.query.model).observe(seconds)
+
+    def _note_failure(self, exchange: _Exchange, placement: Placement, reply: ErrorReply) -> None:
+        exchange.num_failures += 1
+        exchange.refusal = reply
+        exchange.avoid.add(placement.replica.url)
+
+
+class _FramedStream:
+    """The caller's end of a framed stream, whichever replica feeds it."""
+
+    def __init__(self, response: web.StreamResponse, reader: FrameReader) -> None:
+        self.reader = reader
+        self.first_events = b""
+        self._response = response
+
+    async def follow(self, placement: Placement, upstream: aiohttp.ClientResponse) -> bool:
+        """Pass frames on until the last, or until the replica fails; return whether any came."""
+        breaker, reader, content = placement.replica.breaker, self.reader, upstream.content
+        came = False
+        try:
+            while data := await content.readany():
+                events = reader.feed(data)
+                if events:
+                    if not came:
+                        came = True
+                        self.first_events = self.first_events or events
+                    await _write(self._response, events)
+                if reader.finished:
+                    breaker.on_success()
+                    return came
+                if reader.failure is not None:
+                    note_refusal(placement.replica, 500, reader.failure)
+                    return came
+            breaker.on_failure("it ended a stream early")
+        except UPSTREAM_ERRORS as error:
+            note_failure(placement.replica, error)
+        except BrokenFrames as error:
+            breaker.on_failure(str(error))
+        return came
+
+
+def _continuation(body: bytes, stream: _FramedStream) -> bytes:
+    """Return the body that asks for the rest of an answer; the whole of it where nothing was seen yet."""
+    token_ids = stream.reader.token_ids
+    if not token_ids:
+        return body
+    document = msgspec.json.decode(body)
+    event = stream.first_events.partition(b"data: ")[2].partition(b"\n")[0]
+    head = msgspec.json.decode(event, type=_ChunkHead)
+    document["continue_from"] = {"id": head.id, "created": head.created, "token_ids": token_ids}
+    return msgspec.json.encode(document)
+
+
+async def _write(response: web.StreamResponse, data: bytes) -> None:
+    try:
+        await response.write(data)
+    except ConnectionError:
+        raise ClientGone from None
+
+
+async def _write_eof(response: web.StreamResponse) -> None:
+    try:
+        await response.write_eof()
+    except ConnectionError:
+        raise ClientGone from None
+
+
+def _error_response(exchange: _Exchange) -> web.Response:
+    reply = exchange.refusal
+    assert reply is not None
+    exchange.record.error_code = reply.code
+    headers = {"content-type": "application/json", **reply.headers, ROUTE_HEADER: exchange.decision.header()}
+    headers["x-request-id"] = exchange.record.request_id
+    return web.Response(status=reply.status, body=reply.body, headers=headers)

@@ -1,0 +1,120 @@
+"""One request as routing sees it: which model, for whom, and what its prompt begins with.
+
+Read once from the body; what only some policies need is worked out when they ask. Knows nothing of replicas or HTTP.
+"""
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.errors import MalformedBody, RequestError
+
+_PIECE_CHARACTERS = 256  # of the text prefixes that are hashed
+_PIECE_TOKENS = 64
+
+
+class RequestHead(msgspec.Struct, frozen=True):
+    """The fields of a body that a gateway looks at."""
+
+    model: str
+    stream: bool | None = None
+    n: int | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    adapter: str | None = None
+    messages: list[Any] | None = None
+    prompt: Any = None
+
+
+_decoder = msgspec.json.Decoder(RequestHead)
+
+
+def read_head(body: bytes) -> RequestHead:
+    """Return what routing needs of a body. Raises RequestError."""
+    try:
+        return _decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"the request body is not usable: {error}", param="model") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedBody(f"the request body is not valid JSON: {error}") from None
+
+
+class RouteQuery:
+    """What a policy may know of a request."""
+
+    def __init__(self, head: RequestHead, *, model: str, tenant: str, session: str | None = None) -> None:
+        self.model = model  # as the replicas call it
+        self.tenant = tenant
+        self.adapter = head.adapter or ""
+        self._head = head
+        self._session = session
+
+    @functools.cached_property
+    def session(self) -> str:
+        """What requests that belong together have in common: what the caller says, or how the conversation began."""
+        named = self._session or self._head.prompt_cache_key or self._head.user
+        return named or hashlib.sha256(self._beginning().encode("utf-8", "replace")).hexdigest()
+
+    @functools.cached_property
+    def prompt_token_ids(self) -> list[int] | None:
+        """The prompt, where the caller gave token ids."""
+        prompt = self._head.prompt
+        return prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else None
+
+    @functools.cached_property
+    def prompt_text(self) -> str:
+        """The prompt as text: messages in order, each behind its role. Not what the chat template makes of them."""
+        if self._head.messages is not None:
+            return "\n".join(f"{_field(message, 'role')}: {_text(message)}" for message in self._head.messages)
+        prompt = self._head.prompt
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
+            prompt = prompt[0]
+        return prompt if isinstance(prompt, str) else ""
+
+    @functools.cached_property
+    def prefix_hashes(self) -> list[bytes]:
+        """Chained hashes of the prompt's beginnings, each one piece longer. Equal ones mean equal beginnings.
+
+        Pieces are of text or, where the caller gave token ids, of those; they are not the engine's blocks.
+        """
+        tokens = self.prompt_token_ids
+        if tokens is not None:
+            texts = [",".join(map(str, tokens[at : at + _PIECE_TOKENS])) for at in _starts(len(tokens), _PIECE_TOKENS)]
+        else:
+            text = self.prompt_text
+            texts = [text[at : at + _PIECE_CHARACTERS] for at in _starts(len(text), _PIECE_CHARACTERS)]
+        # One tenant's prompts are never in another's cache.
+        parent = hashlib.blake2b(f"{self.tenant}\0{self.adapter}".encode(), digest_size=16).digest()
+        hashes = []
+        for text in texts:
+            parent = hashlib.blake2b(text.encode("utf-8", "replace"), key=parent, digest_size=16).digest()
+            hashes.append(parent)
+        return hashes
+
+    def _beginning(self) -> str:
+        messages = self._head.messages
+        if not messages:
+            return self.prompt_text[:_PIECE_CHARACTERS]
+        # System messages are often everybody's; the first turn of a user is a conversation's own.
+        first = next((item for item in messages if _field(item, "role") == "user"), messages[0])
+        return _text(first)
+
+
+def _starts(length: int, size: int) -> range:
+    """Where whole pieces begin: a last, shorter one will not be met again."""
+    return range(0, length - size + 1, size)
+
+
+def _field(message: Any, name: str) -> str:
+    value = message.get(name) if isinstance(message, Mapping) else None
+    return value if isinstance(value, str) else ""
+
+
+def _text(message: Any) -> str:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, list):
+        return "\n".join(_field(part, "text") for part in content)
+    return content if isinstance(content, str) else ""

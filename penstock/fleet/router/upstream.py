@@ -1,0 +1,137 @@
+"""Requests to replicas: which headers go along, which come back, and what a failure says of the replica.
+
+Knows nothing of policies or of the caller's connection.
+"""
+
+import asyncio
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from penstock.errors import EngineUnavailable, Overloaded
+from penstock.fleet.config import HealthSection
+from penstock.fleet.replica import Replica
+
+# What a broken or missing replica raises.
+UPSTREAM_ERRORS = (aiohttp.ClientError, ConnectionError, asyncio.TimeoutError)
+RETRIED_STATUSES = frozenset({500, 502, 503, 504})
+_MAX_ERROR_BYTES = 64 * 1024
+
+_NOT_SENT = frozenset(
+    {
+        "host",
+        "connection",
+        "keep-alive",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "content-length",
+        "accept-encoding",
+        "expect",
+    }
+)
+_NOT_RETURNED = _NOT_SENT | {"date", "server", "content-encoding", "x-request-id", "x-penstock-frames"}
+
+
+class _ErrorBody(msgspec.Struct):
+    code: str | int | None = None
+    message: str = ""
+
+
+class _ErrorDocument(msgspec.Struct):
+    error: _ErrorBody = msgspec.field(default_factory=_ErrorBody)
+
+
+def new_session(health: HealthSection) -> aiohttp.ClientSession:
+    """Return the one client of a gateway: connections are kept, never more bytes than a stream's buffer read ahead."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
+        timeout=aiohttp.ClientTimeout(
+            total=None, sock_connect=health.connect_seconds, sock_read=health.silence_seconds
+        ),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+    )
+
+
+def request_headers(given: Mapping[str, str], replica: Replica, request_id: str, *, has_keys: bool) -> dict[str, str]:
+    """Return a caller's headers as they go to a replica. A foreign server never sees a key of ours."""
+    headers = {name: value for name, value in given.items() if name.lower() not in _NOT_SENT}
+    headers["x-request-id"] = request_id
+    if replica.adapter.kind != "penstock":
+        if has_keys:
+            headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
+        headers |= own_headers(replica)
+    return headers
+
+
+def own_headers(replica: Replica) -> dict[str, str]:
+    """Return the gateway's own key for a replica, where it has one."""
+    if replica.entry.key_file is None:
+        return {}
+    try:
+        key = Path(replica.entry.key_file).read_text(encoding="utf-8").strip()
+    except OSError:
+        return {}  # the replica will say that it misses the key
+    return {"Authorization": f"Bearer {key}"}
+
+
+def response_headers(given: Mapping[str, str]) -> dict[str, str]:
+    """Return a replica's headers as they go back to the caller."""
+    return {name: value for name, value in given.items() if name.lower() not in _NOT_RETURNED}
+
+
+def target(replica: Replica, path: str) -> URL:
+    return URL(replica.url + path, encoded=True)
+
+
+async def read_error(response: aiohttp.ClientResponse) -> bytes:
+    """Return an error's body, as much as anybody needs of it."""
+    try:
+        return await response.content.read(_MAX_ERROR_BYTES)
+    except UPSTREAM_ERRORS:
+        return b""
+
+
+def error_code(body: bytes) -> str:
+    """Return the code in an error of OpenAI's shape, or nothing."""
+    try:
+        return str(msgspec.json.decode(body, type=_ErrorDocument).error.code or "")
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+
+
+def retry_after_seconds(headers: Mapping[str, str]) -> float:
+    """Return how long a refusal says to wait; a second where it says nothing."""
+    for name, unit in (("retry-after-ms", 1000.0), ("retry-after", 1.0)):
+        try:
+            seconds = float(headers.get(name, "")) / unit
+        except ValueError:
+            continue
+        if math.isfinite(seconds) and seconds >= 0:
+            return min(seconds, 3600.0)
+    return 1.0
+
+
+def note_failure(replica: Replica, error: BaseException) -> None:
+    """Tell a replica's breaker of a request that failed on the way."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        replica.breaker.on_failure("it refuses connections", is_fatal=True)
+    elif isinstance(error, asyncio.TimeoutError):
+        replica.breaker.on_failure("it did not answer in time")
+    else:
+        replica.breaker.on_failure("it broke a connection")
+
+
+def note_refusal(replica: Replica, status: int, code: str) -> None:
+    """Tell a replica's breaker of an answer that only another replica can make good."""
+    if code in (EngineUnavailable.code, "not_ready"):
+        replica.breaker.on_probe(False, f"it answered {code}")
+    elif code != Overloaded.code:
+        replica.breaker.on_failure(f"it answered {status} {code}".rstrip())

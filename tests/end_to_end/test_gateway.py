@@ -1,0 +1,212 @@
+"""`penstock gateway` in front of real servers on a simulated device: one address, whatever dies behind it."""
+
+import json
+import re
+import signal
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from tests.fakes.gateway_process import (
+    MODEL,
+    GatewayProcess,
+    kill_all,
+    simulated_replicas,
+    start_replica,
+    write_simulated_model,
+)
+from tests.server_process import until
+from tests.unit.server.sse import events_in, text_of
+
+QUESTION = [{"role": "user", "content": "hello world, tell me more"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_simulated_model(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def fleet(model):
+    with simulated_replicas(model, 2, pace="4") as servers:
+        yield servers
+
+
+@pytest.fixture
+def gateway(fleet):
+    with GatewayProcess(*[part for server in fleet for part in ("--replica", server.url)]) as running:
+        yield running.wait_ready()
+
+
+def replica_in(response):
+    return re.search(r"replica=([^;]+)", response.headers["x-penstock-route"])[1]
+
+
+def whole_answer(url, **fields):
+    body = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 24, **fields}
+    response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    return response
+
+
+def test_an_openai_client_works_through_it(gateway, fleet):
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+        assert [item.id for item in client.models.list()] == [MODEL]
+        asked = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 12}
+        whole = client.chat.completions.create(**asked)
+        chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == (
+        whole.choices[0].message.content
+    )
+    assert chunks[-1].usage.completion_tokens == 12
+    direct = whole_answer(fleet[0].url, max_tokens=12).json()["choices"][0]["message"]["content"]
+    assert whole.choices[0].message.content == direct
+
+
+def test_the_response_and_the_admin_socket_say_why(gateway):
+    response = whole_answer(gateway.url)
+    assert "policy=least-loaded" in response.headers["x-penstock-route"]
+    transport = httpx.HTTPTransport(uds=gateway.admin)
+    with httpx.Client(transport=transport, base_url="http://admin") as admin:
+        (decision,) = admin.get("/admin/decisions").json()["decisions"]
+        standings = [item["standing"] for item in admin.get("/admin/replicas").json()["replicas"]]
+    assert decision["replica"] == replica_in(response)
+    assert decision["request_id"] == response.headers["x-request-id"]
+    assert standings == ["ready", "ready"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 7},
+        {"temperature": 0, "stop": ["never to be seen"], "frequency_penalty": 0.5},
+    ],
+    ids=["greedy", "seeded", "with stop texts and penalties"],
+)
+def test_a_stream_whose_replica_is_killed_goes_on_identically(model, fields):
+    body = {
+        "model": MODEL, "messages": QUESTION, "max_tokens": 150, "ignore_eos": True, "stream": True,
+        "stream_options": {"include_usage": True}, **fields,
+    }  # fmt: skip
+    with simulated_replicas(model, 2, pace="4") as servers:
+        expected = httpx.post(f"{servers[0].url}/v1/chat/completions", json=body, timeout=60).text
+        arguments = [part for server in servers for part in ("--replica", server.url)]
+        with GatewayProcess(*arguments) as gateway, httpx.Client(timeout=60) as client:
+            url = f"{gateway.wait_ready().url}/v1/chat/completions"
+            received = b""
+            with client.stream("POST", url, json=body) as response:
+                victim = next(server for server in servers if server.url.endswith(replica_in(response)))
+                for data in response.iter_raw():
+                    received += data
+                    if received.count(b"data: ") > 20 and victim.process.poll() is None:
+                        kill_all(victim)
+    events, wanted = events_in(received), events_in(expected)
+    assert text_of(events) == text_of(wanted)
+    assert events[-1] == "[DONE]"
+    assert len({(event["id"], event["created"]) for event in events[:-1]}) == 1
+    assert sum("role" in choice["delta"] for event in events[:-1] for choice in event["choices"]) == 1
+    finishes = [choice["finish_reason"] for event in events[:-1] for choice in event["choices"]]
+    assert [finish for finish in finishes if finish] == ["length"]
+    assert events[-2]["usage"]["completion_tokens"] == 150
+    assert events[-2]["usage"]["prompt_tokens"] == wanted[-2]["usage"]["prompt_tokens"]
+
+
+def test_a_killed_replica_is_ejected_and_comes_back(model):
+    with start_replica(model) as first, start_replica(model) as second:
+        urls = [server.wait_ready().url for server in (first, second)]
+        with GatewayProcess("--replica", urls[0], "--replica", urls[1], "--policy", "round-robin") as gateway:
+            gateway.wait_ready()
+            assert len({replica_in(whole_answer(gateway.url)) for _ in range(2)}) == 2
+            kill_all(first)
+            assert len({replica_in(whole_answer(gateway.url)) for _ in range(4)}) == 1
+            port = urls[0].rpartition(":")[2]
+            with start_replica(model, "--port", port) as third:
+                third.wait_ready()
+                until(lambda: len({replica_in(whole_answer(gateway.url)) for _ in range(2)}) == 2, 30, "its return")
+
+
+def test_killing_one_gateway_loses_nothing_of_another(fleet):
+    arguments = [part for server in fleet for part in ("--replica", server.url)]
+    with GatewayProcess(*arguments) as one, GatewayProcess(*arguments) as other:
+        one.wait_ready()
+        texts = []
+        url = other.wait_ready().url
+        thread = threading.Thread(
+            target=lambda: texts.append(whole_answer(url, max_tokens=60, ignore_eos=True).json()["choices"])
+        )
+        thread.start()
+        one.process.kill()
+        thread.join(30)
+        assert texts
+        assert whole_answer(other.url).status_code == 200
+
+
+def test_a_draining_replica_and_a_draining_gateway_finish_their_streams(model):
+    body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 120, "ignore_eos": True, "stream": True}
+    with simulated_replicas(model, 1, pace="4") as (server,), GatewayProcess("--replica", server.url) as gateway:
+        url = f"{gateway.wait_ready().url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            gateway.process.send_signal(signal.SIGTERM)
+            last = [line for line in lines if line][-1]
+        assert last == "data: [DONE]"
+        assert gateway.process.wait(30) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_replicas_killed_every_ten_seconds_lose_nothing(model):
+    """3 replicas, one killed every 10 s for 2 minutes under load: every answer is whole and as it would have been."""
+    num_tokens, num_callers = 400, 4
+    with simulated_replicas(model, 3, pace="4") as servers:
+        ports = [server.url.rpartition(":")[2] for server in servers]
+        arguments = [part for server in servers for part in ("--replica", server.url)]
+        with GatewayProcess(*arguments) as gateway:
+            url = f"{gateway.wait_ready().url}/v1/completions"
+            answers: list[tuple[int, str]] = []
+            ends_at = time.monotonic() + 120
+
+            def body(number):
+                return {
+                    "model": MODEL, "prompt": [5, 6, 7, number % 500], "max_tokens": num_tokens, "ignore_eos": True,
+                    "temperature": 0, "stream": True,
+                }  # fmt: skip
+
+            def call(caller):
+                number = caller * 1000
+                while time.monotonic() < ends_at:
+                    number += 1
+                    answers.append((number, httpx.post(url, json=body(number), timeout=120).text))
+
+            threads = [threading.Thread(target=call, args=(caller,)) for caller in range(num_callers)]
+            for thread in threads:
+                thread.start()
+            place = 0
+            while time.monotonic() < ends_at - 10:
+                time.sleep(10)
+                kill_all(servers[place])
+                servers[place].__exit__()
+                servers[place] = start_replica(model, "--port", ports[place], pace="4")
+                servers[place].wait_ready()
+                place = (place + 1) % 3
+            for thread in threads:
+                thread.join(120)
+            resumptions = json.dumps(httpx.get(f"{gateway.url}/metrics").text)
+            assert 'outcome=\\"continued\\"' in resumptions
+            expected = {}
+            for number, text in answers:
+                key = number % 500
+                if key not in expected:
+                    direct = httpx.post(f"{servers[0].url}/v1/completions", json=body(number), timeout=120).text
+                    expected[key] = text_of(events_in(direct))
+                events = events_in(text)
+                assert events[-1] == "[DONE]"
+                assert text_of(events) == expected[key]
+        for server in servers:
+            server.__exit__()
