@@ -37,7 +37,7 @@ class ServerProcess:
             environment["TMPDIR"] = str(folder)
         self.started = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, "serve", *arguments, "--port", "0"],
+            [sys.executable, "-m", module, "serve", "--port", "0", *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True,
         )  # fmt: skip
         self.lines: list[str] = []

@@ -78,41 +78,69 @@ def test_the_response_and_the_admin_socket_say_why(gateway):
     assert standings == ["ready", "ready"]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": 0},
-        {"temperature": 1.0, "seed": 7},
-        {"temperature": 0, "stop": ["never to be seen"], "frequency_penalty": 0.5},
-    ],
-    ids=["greedy", "seeded", "with stop texts and penalties"],
-)
-def test_a_stream_whose_replica_is_killed_goes_on_identically(model, fields):
-    body = {
+SAMPLINGS = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 1.0, "seed": 7},
+    "penalised, with stop texts": {"temperature": 0, "stop": ["never to be seen"], "frequency_penalty": 0.5},
+}
+
+
+def streamed(**fields):
+    return {
         "model": MODEL, "messages": QUESTION, "max_tokens": 150, "ignore_eos": True, "stream": True,
         "stream_options": {"include_usage": True}, **fields,
     }  # fmt: skip
-    with simulated_replicas(model, 2, pace="4") as servers:
-        expected = httpx.post(f"{servers[0].url}/v1/chat/completions", json=body, timeout=60).text
-        arguments = [part for server in servers for part in ("--replica", server.url)]
-        with GatewayProcess(*arguments) as gateway, httpx.Client(timeout=60) as client:
-            url = f"{gateway.wait_ready().url}/v1/chat/completions"
-            received = b""
-            with client.stream("POST", url, json=body) as response:
-                victim = next(server for server in servers if server.url.endswith(replica_in(response)))
+
+
+@pytest.fixture(scope="module")
+def survived(model):
+    """For each sampling, what an undisturbed server answers and what came of a stream whose replica was killed."""
+    with simulated_replicas(model, 2, pace="4") as (victim, heir), GatewayProcess("--replica", victim.url) as gateway:
+        gateway.wait_ready()
+        bodies = {name: streamed(**fields) for name, fields in SAMPLINGS.items()}
+        expected = {
+            name: httpx.post(f"{heir.url}/v1/chat/completions", json=body, timeout=60).content
+            for name, body in bodies.items()
+        }
+        received = dict.fromkeys(bodies, b"")
+
+        def read(name):
+            with httpx.stream("POST", f"{gateway.url}/v1/chat/completions", json=bodies[name], timeout=60) as response:
                 for data in response.iter_raw():
-                    received += data
-                    if received.count(b"data: ") > 20 and victim.process.poll() is None:
-                        kill_all(victim)
-    events, wanted = events_in(received), events_in(expected)
-    assert text_of(events) == text_of(wanted)
+                    received[name] += data
+
+        threads = [threading.Thread(target=read, args=(name,)) for name in bodies]
+        for thread in threads:
+            thread.start()
+        until(lambda: all(data.count(b"data: ") > 15 for data in received.values()), 30, "the streams' beginning")
+        register(gateway, heir.url)
+        kill_all(victim)
+        for thread in threads:
+            thread.join(60)
+        yield {name: (events_in(received[name]), events_in(expected[name])) for name in bodies}
+
+
+def register(gateway, url):
+    with httpx.Client(transport=httpx.HTTPTransport(uds=gateway.admin), base_url="http://admin") as admin:
+        assert admin.post("/admin/replicas", json={"url": url}).json() == {"lease_seconds": 15.0}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_a_stream_whose_replica_is_killed_goes_on_identically(survived, name):
+    events, expected = survived[name]
+    assert text_of(events) == text_of(expected)
     assert events[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_ids_roles_finish_and_usage_are_those_of_one_stream(survived, name):
+    events, expected = survived[name]
     assert len({(event["id"], event["created"]) for event in events[:-1]}) == 1
-    assert sum("role" in choice["delta"] for event in events[:-1] for choice in event["choices"]) == 1
-    finishes = [choice["finish_reason"] for event in events[:-1] for choice in event["choices"]]
-    assert [finish for finish in finishes if finish] == ["length"]
+    choices = [choice for event in events[:-1] for choice in event["choices"]]
+    assert sum("role" in choice["delta"] for choice in choices) == 1
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
     assert events[-2]["usage"]["completion_tokens"] == 150
-    assert events[-2]["usage"]["prompt_tokens"] == wanted[-2]["usage"]["prompt_tokens"]
+    assert events[-2]["usage"]["prompt_tokens"] == expected[-2]["usage"]["prompt_tokens"]
 
 
 def test_a_killed_replica_is_ejected_and_comes_back(model):
