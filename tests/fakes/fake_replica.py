@@ -1,0 +1,68 @@
+"""A server as the gateway sees one: scripted, on a real port."""
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+Answer = Callable[["FakeReplica", web.Request, dict], Awaitable[web.StreamResponse]]
+
+
+async def say_hello(replica: "FakeReplica", request: web.Request, body: dict) -> web.StreamResponse:
+    return web.json_response({"text": "hello", "from": replica.port})
+
+
+@dataclass
+class FakeReplica:
+    """Set `answer` to change what it does with requests, `ready` what it says of itself."""
+
+    models: tuple[str, ...] = ("tiny",)
+    answer: Answer = say_hello
+    ready: int = 200
+    metrics: str = ""
+    received: list[dict] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    port: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def name(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read())
+        self.received.append(body)
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        return await self.answer(self, request, body)
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"data": [{"id": name, "max_context_tokens": 512} for name in self.models]})
+
+    async def _ready(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"status": "x"}, status=self.ready)
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text=self.metrics)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["FakeReplica"]:
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        for path in ("/ready", "/health"):
+            app.router.add_get(path, self._ready)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_post("/v1/{path:.+}", self._post)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = runner.addresses[0][1]
+        try:
+            yield self
+        finally:
+            await runner.cleanup()

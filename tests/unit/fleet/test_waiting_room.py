@@ -1,0 +1,88 @@
+"""Who waits, and who is next."""
+
+import asyncio
+
+import pytest
+
+from penstock.fleet.router.waiting_room import RoomFull, WaitingRoom
+
+
+class Places:
+    """So many places; what is given back can be had again."""
+
+    def __init__(self, free: int = 0) -> None:
+        self.free = free
+
+    def take(self) -> str | None:
+        if not self.free:
+            return None
+        self.free -= 1
+        return "place"
+
+    def give_back(self, place: str) -> None:
+        self.free += 1
+
+
+async def queue_up(room, places, *callers):
+    """Let (name, tenant, priority) enter one after the other; return the names as they are served."""
+    served: list[str] = []
+
+    async def enter(name, tenant, priority):
+        await room.enter(tenant, priority, 5.0, places.take, places.give_back)
+        served.append(name)
+
+    tasks = [asyncio.create_task(enter(*caller)) for caller in callers]
+    await asyncio.sleep(0)
+    return served, tasks
+
+
+async def serve(room, places, tasks):
+    for _ in tasks:
+        places.free += 1
+        room.call_next()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks)
+
+
+async def test_tenants_take_turns_whoever_came_first():
+    room, places = WaitingRoom(10), Places()
+    served, tasks = await queue_up(room, places, *[(f"a{i}", "a", 0) for i in range(3)], ("b0", "b", 0), ("c0", "c", 0))
+    await serve(room, places, tasks)
+    assert served == ["a0", "b0", "c0", "a1", "a2"]
+
+
+async def test_priority_comes_before_turns():
+    room, places = WaitingRoom(10), Places()
+    served, tasks = await queue_up(room, places, ("low", "a", -1), ("plain", "b", 0), ("high", "a", 5))
+    await serve(room, places, tasks)
+    assert served == ["high", "plain", "low"]
+
+
+async def test_a_tenant_may_have_so_many_waiting_and_no_more():
+    room, places = WaitingRoom(2), Places()
+    _, tasks = await queue_up(room, places, ("a0", "a", 0), ("a1", "a", 3), ("b0", "b", 0))
+    with pytest.raises(RoomFull):
+        await room.enter("a", 0, 5.0, places.take, places.give_back)
+    await serve(room, places, tasks)
+    assert len(room) == 0
+
+
+async def test_who_waited_too_long_leaves_and_takes_nothing():
+    room, places = WaitingRoom(2), Places()
+    with pytest.raises(TimeoutError):
+        await room.enter("a", 0, 0.01, places.take, places.give_back)
+    assert len(room) == 0
+    places.free += 1
+    room.call_next()
+    assert places.free == 1
+
+
+async def test_a_place_given_to_who_is_leaving_is_given_back():
+    room, places = WaitingRoom(2), Places()
+    _, (task,) = await queue_up(room, places, ("a", "a", 0))
+    places.free = 1
+    room.call_next()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert places.free == 1
