@@ -31,6 +31,7 @@ from penstock.fleet.discovery.registration import Registration
 from penstock.fleet.replica import ReplicaPool
 from penstock.fleet.router.admin import admin_routes
 from penstock.fleet.router.decisions import Decision, DecisionLog
+from penstock.fleet.router.dispatch import Dispatcher
 from penstock.fleet.router.metrics import GatewayMetrics
 from penstock.fleet.router.proxy import ClientGone, Proxy
 from penstock.fleet.router.query import RouteQuery, read_head
@@ -59,6 +60,7 @@ class GatewayContext:
     config: FleetConfig
     pool: ReplicaPool
     ring: KeyRing
+    dispatcher: Dispatcher
     proxy: Proxy
     metrics: GatewayMetrics
     decisions: DecisionLog

@@ -1,0 +1,63 @@
+"""What each kind of server tells of itself is read as it writes it."""
+
+import pytest
+
+from penstock.fleet.adapters.interface import Load
+from penstock.fleet.adapters.registry import ADAPTERS
+
+METRICS = {
+    "penstock": """# TYPE penstock_total_running_requests gauge
+penstock_total_running_requests 3.0
+penstock_total_queued_requests 2.0
+penstock_kv_cache_utilization 0.5
+""",
+    "vllm": """# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 1.0
+vllm:num_requests_running{engine="1",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
+vllm:num_requests_running_unlike 9.0
+""",
+    "sglang": """sglang:num_running_reqs{model_name="m"} 3.0
+sglang:num_queue_reqs{model_name="m"} 2.0
+sglang:token_usage{model_name="m"} 0.5
+""",
+    "llama.cpp": """llamacpp:requests_processing 3
+llamacpp:requests_deferred 2
+llamacpp:kv_cache_usage_ratio 0.5
+""",
+    "tgi": "tgi_batch_current_size 3\ntgi_queue_size 2\n",
+}
+MODELS = {
+    "penstock": b'{"data": [{"id": "m", "max_context_tokens": 512}]}',
+    "vllm": b'{"data": [{"id": "m", "max_model_len": 512}]}',
+    "sglang": b'{"data": [{"id": "m", "max_model_len": 512}]}',
+    "llama.cpp": b'{"models": [], "data": [{"id": "m", "meta": {"n_ctx_train": 512}}]}',
+    "tgi": b'{"data": [{"id": "m"}]}',
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS.names)
+def test_the_load_is_read(kind):
+    expected = Load(3.0, 2.0, 0.0 if kind == "tgi" else 0.5)
+    assert ADAPTERS.load(kind).load(METRICS[kind]) == expected
+
+
+@pytest.mark.parametrize("kind", ADAPTERS.names)
+def test_the_models_are_read(kind):
+    (model,) = ADAPTERS.load(kind).models(MODELS[kind])
+    assert (model.name, model.max_context_tokens) == ("m", None if kind == "tgi" else 512)
+
+
+def test_a_server_without_metrics_has_no_load():
+    assert ADAPTERS.load("llama.cpp").load("") == Load()
+
+
+@pytest.mark.parametrize("body", [b"[]", b"{", b'{"data": {}}', b'"x"'])
+def test_what_is_no_list_of_models_is_refused(body):
+    with pytest.raises(ValueError):
+        ADAPTERS.load("vllm").models(body)
+
+
+def test_only_penstock_is_asked_for_frames():
+    assert [kind for kind in ADAPTERS.names if ADAPTERS.load(kind).can_frame] == ["penstock"]

@@ -1,0 +1,154 @@
+"""Where replicas come from, and how they go again."""
+
+import socket
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from penstock.errors import ConfigError, RemoteError
+from penstock.fleet.adapters.interface import ServedModel
+from penstock.fleet.config import DnsSection, HealthSection, KubernetesSection, ReplicaEntry
+from penstock.fleet.discovery.dns import DnsDiscovery
+from penstock.fleet.discovery.kubernetes import KubernetesDiscovery
+from penstock.fleet.discovery.registration import Registration
+from penstock.fleet.replica import ReplicaPool
+
+
+def entry(number: int) -> ReplicaEntry:
+    return ReplicaEntry(url=f"http://replica-{number}:80")
+
+
+@pytest.fixture
+def pool(clock):
+    return ReplicaPool(HealthSection(), clock)
+
+
+def urls(pool):
+    return sorted(replica.url for replica in pool)
+
+
+def test_a_source_replaces_its_own_replicas_only(pool):
+    pool.replace("one", [entry(1), entry(2)])
+    pool.replace("other", [entry(2), entry(3)])
+    pool.replace("one", [])
+    assert urls(pool) == ["http://replica-2:80", "http://replica-3:80"]
+
+
+def test_a_replica_that_stays_keeps_what_is_known_of_it(pool):
+    pool.replace("one", [entry(1)])
+    (replica,) = pool
+    pool.replace("one", [entry(1), entry(2)])
+    assert pool.find("http://replica-1:80/") is replica
+
+
+def test_one_that_leaves_gets_nothing_more(pool):
+    replica = pool.add("one", entry(1))
+    replica.models = (ServedModel("tiny"),)
+    replica.breaker.on_probe(True)
+    assert replica.is_usable
+    pool.remove("one", entry(1).url)
+    assert not replica.is_usable
+
+
+def test_a_registered_replica_stays_for_as_long_as_it_says_so(pool, clock):
+    registration = Registration(pool, lease_seconds=10)
+    registration.register(entry(1))
+    for _ in range(3):
+        clock.now += 8
+        registration.register(entry(1))
+        registration.expire()
+    assert urls(pool) == ["http://replica-1:80"]
+    clock.now += 10
+    registration.expire()
+    assert urls(pool) == []
+
+
+def test_a_replica_may_leave_by_itself(pool):
+    registration = Registration(pool, lease_seconds=10)
+    registration.register(entry(1))
+    assert registration.leave("http://replica-1:80/")
+    assert not registration.leave("http://replica-1:80")
+    assert urls(pool) == []
+
+
+async def test_the_addresses_of_a_name_are_replicas():
+    found = await DnsDiscovery(DnsSection(name="localhost", port=9000, kind="vllm")).find()
+    assert ReplicaEntry(url="http://127.0.0.1:9000", kind="vllm") in found
+
+
+async def test_a_name_without_addresses_is_said(monkeypatch):
+    def fail(*_, **__):
+        raise socket.gaierror(8, "not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with pytest.raises(RemoteError, match="nowhere"):
+        await DnsDiscovery(DnsSection(name="nowhere", port=9000)).find()
+
+
+SLICE = {
+    "ports": [{"name": "http", "port": 8000}, {"name": "other", "port": 1}],
+    "endpoints": [
+        {"addresses": ["10.0.0.1"], "conditions": {"ready": True}},
+        {"addresses": ["10.0.0.2"], "conditions": {"ready": False}},
+        {"addresses": ["fd00::3"]},
+    ],
+}
+
+
+@pytest.fixture
+async def cluster(tmp_path):
+    """A fake API server, and what a pod is given to speak to it."""
+    (tmp_path / "token").write_text("pod-token\n")
+    (tmp_path / "namespace").write_text("models")
+    seen = []
+
+    async def answer(request):
+        seen.append((request.path, request.query["labelSelector"], request.headers["authorization"]))
+        return web.json_response({"items": [SLICE]}) if "penstock" in str(request.url) else web.Response(status=403)
+
+    app = web.Application()
+    app.router.add_get("/{path:.+}", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    async with aiohttp.ClientSession() as session:
+
+        def discovery(**fields):
+            section = KubernetesSection(**{"service": "penstock", "port": "http", **fields})
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            return KubernetesDiscovery(section, session, account=tmp_path, api=url)
+
+        yield discovery, seen
+    await runner.cleanup()
+
+
+async def test_ready_endpoints_of_a_service_are_replicas(cluster):
+    discovery, seen = cluster
+    found = await discovery().find()
+    assert [item.url for item in found] == ["http://10.0.0.1:8000", "http://[fd00::3]:8000"]
+    assert seen == [
+        (
+            "/apis/discovery.k8s.io/v1/namespaces/models/endpointslices",
+            "kubernetes.io/service-name=penstock",
+            "Bearer pod-token",
+        )
+    ]
+
+
+async def test_a_port_may_be_a_number(cluster):
+    discovery, _ = cluster
+    assert next(item.url for item in await discovery(port=9).find()) == "http://10.0.0.1:9"
+
+
+async def test_an_api_that_refuses_is_said(cluster):
+    discovery, _ = cluster
+    with pytest.raises(RemoteError, match="403"):
+        await discovery(service="other").find()
+
+
+async def test_outside_a_pod_it_says_so(monkeypatch, tmp_path):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(ConfigError, match="inside a Kubernetes pod"):
+            KubernetesDiscovery(KubernetesSection(service="x", port=1), session, account=tmp_path)

@@ -1,0 +1,63 @@
+"""The fleet's file: what it says, and what it says that is wrong."""
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.fleet.fleet_file import read_fleet
+
+FILE = """
+policy = "session-affinity"
+aliases = { gpt-4 = "tiny" }
+
+[[replicas]]
+url = "http://10.0.0.1:8000"
+kind = "vllm"
+max_in_flight = 32
+
+[models.tiny]
+policy = "round-robin"
+
+[discovery]
+dns = [{ name = "replicas.local", port = 8000 }]
+
+[queue]
+max_wait_seconds = 5
+"""
+
+
+def test_a_file_and_the_command_line_add_up(tmp_path):
+    file = tmp_path / "fleet.toml"
+    file.write_text(FILE)
+    fleet = read_fleet(file, ["http://127.0.0.1:1"], "power-of-two")
+    assert [(entry.url, entry.kind) for entry in fleet.replicas] == [
+        ("http://10.0.0.1:8000", "vllm"),
+        ("http://127.0.0.1:1", "penstock"),
+    ]
+    assert (fleet.policy_of("tiny"), fleet.policy_of("other")) == ("round-robin", "power-of-two")
+    assert fleet.discovery.dns[0].name == "replicas.local"
+    assert fleet.queue.max_wait_seconds == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("polcy = 'x'", "polcy"),
+        ("policy = 'fastest'", "round-robin"),
+        ("replicas = [{url = 'localhost:8000'}]", "http://127.0.0.1:8000"),
+        ("replicas = [{url = 'http://a:x'}]", "http://127.0.0.1:8000"),
+        ("replicas = [{url = 'http://a', kind = 'other'}]", "llama.cpp"),
+        ("replicas = [{url = 'http://a', max_in_flight = 0}]", "max_in_flight"),
+        ("discovery.dns = [{name = 'x', port = 1, kind = 'y'}]", "kind"),
+        ("[[", "TOML"),
+    ],
+)
+def test_a_mistake_is_named(tmp_path, text, says):
+    file = tmp_path / "fleet.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_fleet(file)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_fleet(tmp_path / "none.toml")

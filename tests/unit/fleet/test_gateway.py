@@ -1,0 +1,386 @@
+"""The gateway before scripted servers: where requests go, what is tried again, what callers see."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.fleet.config import FleetConfig, ModelSection, ReplicaEntry
+from penstock.protocol.frames import FRAMES_HEADER, failure_frame, frame, last_frame
+from penstock.store.key_ring import KeyRing
+from penstock.tenants import ApiKey, KeyTerms
+from tests.fakes.fake_replica import FakeReplica
+from tests.unit.fleet.conftest import QUICK, running_gateway
+from tests.unit.server.sse import events_in, text_of
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
+
+
+def refuse(status, code="", **headers):
+    async def answer(replica, request, body):
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return web.json_response({"error": {"message": "no", "code": code}}, status=status, headers=named)
+
+    return answer
+
+
+async def hang_up(replica, request, body):
+    request.transport.close()
+    return web.Response()
+
+
+def chunk(text, number=0):
+    document = {"id": "cmpl-1", "created": 5, "choices": [{"index": 0, "text": text, "finish_reason": None}]}
+    return b"data: %b\n\n" % json.dumps(document).encode()
+
+
+def framed(*words, fails_after=None, with_error=False):
+    """Answer with a framed stream, a word a token numbered by its place; go on where another stopped."""
+
+    async def answer(replica, request, body):
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", FRAMES_HEADER: "1"})
+        await response.prepare(request)
+        begun = len(body.get("continue_from", {}).get("token_ids", ()))
+        for place, word in list(enumerate(words))[begun:]:
+            if place == fails_after and with_error:
+                await response.write(failure_frame(b'data: {"error": {}}\n\n', "engine_failed"))
+                return response
+            if place == fails_after:
+                await response.write(frame(chunk(word), [place])[:-3])  # cut in the middle of a frame
+                request.transport.close()
+                return response
+            await response.write(frame(chunk(word), [place]))
+        await response.write(last_frame(b"data: [DONE]\n\n"))
+        return response
+
+    return answer
+
+
+async def test_requests_are_spread_and_say_where_they_went():
+    async with FakeReplica().running() as one, FakeReplica().running() as two, running_gateway(one, two) as running:
+        routes = [(await running.ask()).headers["x-penstock-route"] for _ in range(2)]
+        assert {re.search(r"replica=([^;]+)", route)[1] for route in routes} == {one.name, two.name}
+        assert all("policy=least-loaded" in route and "attempts=1" in route for route in routes)
+
+
+async def test_models_are_merged_and_aliases_reach_their_model():
+    config = msgspec.structs.replace(QUICK, aliases={"gpt": "big"})
+    async with (
+        FakeReplica(models=("tiny",)).running() as one,
+        FakeReplica(models=("big",)).running() as two,
+        running_gateway(one, two, config=config) as running,
+    ):
+        listed = await (await running.client.get(f"{running.url}/v1/models")).json()
+        assert [item["id"] for item in listed["data"]] == ["big", "gpt", "tiny"]
+        assert (await running.ask(model="gpt")).status == 200
+        assert [body["model"] for body in two.received] == ["big"]
+        missing = await running.ask(model="other")
+        assert missing.status == 404
+        assert (await missing.json())["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("failure", [hang_up, refuse(503, "engine_unavailable"), refuse(500, "engine_failed")])
+async def test_what_fails_before_its_first_byte_is_tried_elsewhere(failure):
+    async with (
+        FakeReplica(answer=failure).running() as bad,
+        FakeReplica().running() as good,
+        running_gateway(bad, good) as running,
+    ):
+        answers = [await running.ask() for _ in range(2)]
+        assert [answer.status for answer in answers] == [200, 200]
+        assert any("attempts=2" in answer.headers["x-penstock-route"] for answer in answers)
+
+
+async def test_a_request_that_fails_everywhere_is_given_up_after_three():
+    replicas = [FakeReplica(answer=refuse(500, "engine_failed")) for _ in range(5)]
+    async with all_running(replicas), running_gateway(*replicas) as running:
+        assert (await running.ask()).status == 500
+        assert sum(len(replica.received) for replica in replicas) == 3
+
+
+async def test_the_callers_own_mistakes_pass_through_once():
+    async with FakeReplica(answer=refuse(400, "invalid_parameter")).running() as one, FakeReplica().running() as two:
+        two.answer = one.answer
+        async with running_gateway(one, two) as running:
+            assert (await running.ask()).status == 400
+            assert len(one.received) + len(two.received) == 1
+
+
+async def test_a_tenants_limit_is_not_tried_elsewhere():
+    limit = refuse(429, "rate_limit_exceeded", retry_after="7")
+    async with (
+        FakeReplica(answer=limit).running() as one,
+        FakeReplica(answer=limit).running() as two,
+        running_gateway(one, two) as running,
+    ):
+        answer = await running.ask()
+        assert (answer.status, answer.headers["retry-after"]) == (429, "7")
+        assert len(one.received) + len(two.received) == 1
+
+
+async def test_a_full_replica_is_left_alone_while_another_has_room():
+    async with (
+        FakeReplica(answer=refuse(429, "overloaded", retry_after="30")).running() as full,
+        FakeReplica().running() as free,
+        running_gateway(full, free) as running,
+    ):
+        assert [(await running.ask()).status for _ in range(6)] == [200] * 6
+        assert len(full.received) <= 1
+
+
+async def test_a_full_fleet_is_429_with_the_replicas_own_wait_and_none_at_all_is_503():
+    async with (
+        FakeReplica(answer=refuse(429, "overloaded", retry_after="30")).running() as full,
+        running_gateway(full) as running,
+    ):
+        answer = await running.ask()
+        assert (answer.status, answer.headers["retry-after"]) == (429, "30")
+    async with FakeReplica(ready=503).running() as down, running_gateway(down) as running:
+        answer = await running.ask()
+        assert answer.status == 503
+        assert answer.headers["retry-after"] == "5"
+
+
+async def test_requests_wait_for_a_place_and_those_too_many_are_refused():
+    gate = asyncio.Event()
+
+    async def wait(replica, request, body):
+        await gate.wait()
+        return web.json_response({})
+
+    config = msgspec.structs.replace(QUICK, queue=msgspec.structs.replace(QUICK.queue, max_wait_seconds=10))
+    async with (
+        FakeReplica(answer=wait).running() as slow,
+        running_gateway(slow, config=config, max_in_flight=1) as running,
+    ):
+        asked = [asyncio.create_task(running.ask()) for _ in range(3)]
+        await until(lambda: len(slow.received) == 1 and waiting(running) == 2)
+        refused = await running.ask()
+        assert refused.status == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        gate.set()
+        assert [(await task).status for task in asked] == [200] * 3
+
+
+async def test_a_request_is_held_until_its_model_comes_up():
+    config = FleetConfig(health=QUICK.health, models={"tiny": ModelSection(policy="round-robin")})
+    async with FakeReplica().running() as late, running_gateway(config=config) as running:
+        asked = asyncio.create_task(running.ask())
+        await until(lambda: waiting(running) == 1)
+        running.gateway.registration.register(ReplicaEntry(url=late.url))
+        assert (await asked).status == 200
+
+
+async def test_a_broken_stream_of_a_foreign_server_ends_with_an_error_event():
+    async def break_off(replica, request, body):
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(chunk("one"))
+        await asyncio.sleep(0.05)
+        request.transport.close()
+        return response
+
+    async with FakeReplica(answer=break_off).running() as one, running_gateway(one, kind="vllm") as running:
+        events = events_in(await (await running.ask(stream=True)).read())
+        assert events[0]["choices"][0]["text"] == "one"
+        assert events[-1]["error"]["code"] == "engine_failed"
+        assert FRAMES_HEADER not in one.headers[0]
+
+
+@pytest.mark.parametrize("with_error", [False, True])
+@pytest.mark.parametrize("fails_after", [0, 1, 3])
+async def test_a_broken_framed_stream_goes_on_elsewhere(fails_after, with_error):
+    words = ("one ", "two ", "three ", "four")
+    async with (
+        FakeReplica(answer=framed(*words, fails_after=fails_after, with_error=with_error)).running() as bad,
+        FakeReplica(answer=framed(*words)).running() as good,
+        running_gateway(bad, good) as running,
+    ):
+        for _ in range(2):
+            events = events_in(await (await running.ask(stream=True)).read())
+            assert text_of(events) == "one two three four"
+            assert events[-1] == "[DONE]"
+        begun = [body["continue_from"] for body in good.received if "continue_from" in body]
+        assert all(item == {"id": "cmpl-1", "created": 5, "token_ids": [*range(fails_after)]} for item in begun)
+        assert bool(begun) == bool(fails_after)
+
+
+async def test_a_stream_that_breaks_every_replica_is_given_up():
+    replicas = [FakeReplica(answer=framed("one ", "two", fails_after=1)) for _ in range(5)]
+    async with all_running(replicas), running_gateway(*replicas) as running:
+        events = events_in(await (await running.ask(stream=True)).read())
+        assert text_of(events[:1]) == "one "
+        assert events[-1]["error"]["code"] == "engine_failed"
+        assert sum(len(replica.received) for replica in replicas) <= 4
+
+
+async def test_both_replicas_of_a_moved_stream_get_one_seed():
+    async with (
+        FakeReplica(answer=framed("a", "b", fails_after=1)).running() as bad,
+        FakeReplica(answer=framed("a", "b")).running() as good,
+        running_gateway(bad, good) as running,
+    ):
+        while not bad.received:
+            await running.ask(stream=True)
+        assert bad.headers[-1][FRAMES_HEADER] in [headers[FRAMES_HEADER] for headers in good.headers]
+
+
+async def test_a_dead_replica_is_ejected_and_returns():
+    replica = FakeReplica()
+    async with replica.running():
+        pass  # only to have a port, which is closed now
+    async with FakeReplica().running() as other, running_gateway(replica, other) as running:
+        pool = running.gateway.pool
+        assert {(await running.ask()).status for _ in range(4)} == {200}
+        assert pool.find(replica.url).breaker.standing.value == "ejected"
+        async with replica.running():
+            await until(lambda: pool.find(replica.url).is_up)
+            replica.received.clear()
+            await until_asked(running, replica)
+
+
+async def test_a_caller_who_leaves_frees_the_replica():
+    async def never(replica, request, body):
+        await asyncio.Event().wait()
+
+    async with FakeReplica(answer=never).running() as one, running_gateway(one) as running:
+        task = asyncio.create_task(running.ask())
+        await until(lambda: one.received)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: running.gateway.pool.find(one.url).num_in_flight == 0)
+
+
+async def test_a_slow_reader_holds_up_its_own_replica_stream_only():
+    sent = 0
+
+    async def pour(replica, request, body):
+        nonlocal sent
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for _ in range(4000):
+            await response.write(b"data: " + b"x" * 16_000 + b"\n\n")
+            sent += 16_000
+        return response
+
+    async with FakeReplica(answer=pour).running() as one, running_gateway(one) as running:
+        host = running.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host[0], int(host[1]), limit=1024)
+        body = b'{"model": "tiny", "stream": true}'
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            % len(body)
+            + body
+        )
+        before = -1
+        while sent != before:  # until everything between the two is full
+            before = sent
+            await asyncio.sleep(0.2)
+        assert 0 < sent < 4000 * 16_000
+        one.answer = FakeReplica().answer
+        assert (await running.ask()).status == 200
+        writer.close()
+        await until(lambda: running.gateway.pool.find(one.url).num_in_flight == 0)
+
+
+async def test_keys_are_checked_and_never_reach_a_foreign_server():
+    digest = hashlib.sha256(b"secret").hexdigest()
+    ring = KeyRing((ApiKey("alice", digest, KeyTerms(models=("tiny",))),), needs_keys=True)
+    async with (
+        FakeReplica(models=("tiny", "big")).running() as one,
+        running_gateway(one, ring=ring, kind="vllm") as running,
+    ):
+        assert (await running.ask()).status == 401
+        running.client.headers["Authorization"] = "Bearer secret"
+        assert (await running.ask()).status == 200
+        assert "authorization" not in one.headers[0]
+        assert (await running.ask(model="big")).status == 404
+        assert (await running.client.get(f"{running.url}/metrics")).status == 403
+        assert (await running.client.get(f"{running.url}/admin/replicas")).status == 403
+
+
+async def test_without_keys_the_public_port_has_no_admin_routes():
+    async with FakeReplica().running() as one, running_gateway(one) as running:
+        assert (await running.client.get(f"{running.url}/admin/replicas")).status == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "status"),
+    [
+        (b"{", "application/json", 400),
+        (b"{}", "application/json", 400),
+        (b'{"model": 5}', "application/json", 400),
+        (b'{"model": "tiny"}', "text/plain", 415),
+        (b'{"model": "tiny", "prompt": "%b"}' % (b"x" * 5000), "application/json", 413),
+    ],
+)
+async def test_bodies_that_nobody_could_route_are_refused(body, kind, status):
+    async with FakeReplica().running() as one, running_gateway(one) as running:
+        url = f"{running.url}/v1/completions"
+        response = await running.client.post(url, data=body, headers={"content-type": kind})
+        assert response.status == status
+        assert (await response.json())["error"]["code"]
+        assert not one.received
+
+
+async def test_no_path_leads_past_the_api():
+    async with FakeReplica().running() as one, running_gateway(one) as running:
+        for path in ("/v1/../metrics", "/v1/%2e%2e/metrics", "/tokenize", "/v1/a%0d%0ab"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
+            writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n".encode())
+            status = await reader.readline()
+            assert b" 404 " in status or b" 400 " in status or b" 415 " in status, path
+            writer.close()
+        assert not one.received
+
+
+async def test_the_metrics_are_those_of_the_document():
+    async with FakeReplica().running() as one, running_gateway(one) as running:
+        await running.ask()
+        text = await (await running.client.get(f"{running.url}/metrics")).text()
+        exposed = {family.name for family in text_string_to_metric_families(text)}
+        documented = set(re.findall(r"^\| `(penstock_gateway_\w+)", DOCUMENT.read_text(), flags=re.MULTILINE))
+        assert {name for name in exposed if not name.endswith("_created")} == {
+            name.removesuffix("_total") for name in documented
+        }
+
+
+async def test_loads_are_read_from_the_replicas_metrics():
+    metrics = "penstock_total_running_requests 3\npenstock_total_queued_requests 2\n"
+    async with FakeReplica(metrics=metrics).running() as one, running_gateway(one) as running:
+        assert running.gateway.pool.find(one.url).busyness == 5
+
+
+def waiting(running):
+    return running.gateway.context.dispatcher.num_waiting
+
+
+@contextlib.asynccontextmanager
+async def all_running(replicas):
+    async with contextlib.AsyncExitStack() as stack:
+        for replica in replicas:
+            await stack.enter_async_context(replica.running())
+        yield
+
+
+async def until(condition):
+    for _ in range(600):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the condition never came true")
+
+
+async def until_asked(running, replica):
+    for _ in range(100):
+        await running.ask()
+        if replica.received:
+            return
+    raise AssertionError("it was never asked again")
