@@ -21,6 +21,7 @@ DOCS = [
     "simulation.md",
     "promises.md",
     "security.md",
+    "operations.md",
 ]
 
 # Written in two parts, so that this file does not hold what it forbids.
