@@ -31,7 +31,7 @@ from penstock.engine.scheduler.step_plan import (
 )
 from penstock.engine.scheduler.tenant_account import quantum_for
 from penstock.engine.speculative.interface import Drafter
-from penstock.errors import DeadlineExceeded, EngineFailed, Overloaded, PenstockError
+from penstock.errors import DeadlineExceeded, EngineFailed, InvalidParameter, Overloaded, PenstockError
 from penstock.request import FinishReason, Tier
 
 # Which client gets which event.
