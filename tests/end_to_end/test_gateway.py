@@ -75,6 +75,7 @@ def test_the_response_and_the_admin_socket_say_why(gateway):
         standings = [item["standing"] for item in admin.get("/admin/replicas").json()["replicas"]]
     assert decision["replica"] == replica_in(response)
     assert decision["request_id"] == response.headers["x-request-id"]
+    assert decision["status"] == 200
     assert standings == ["ready", "ready"]
 
 
@@ -87,7 +88,7 @@ SAMPLINGS = {
 
 def streamed(**fields):
     return {
-        "model": MODEL, "messages": QUESTION, "max_tokens": 150, "ignore_eos": True, "stream": True,
+        "model": MODEL, "messages": QUESTION, "max_tokens": 100, "ignore_eos": True, "stream": True,
         "stream_options": {"include_usage": True}, **fields,
     }  # fmt: skip
 
@@ -95,7 +96,7 @@ def streamed(**fields):
 @pytest.fixture(scope="module")
 def survived(model):
     """For each sampling, what an undisturbed server answers and what came of a stream whose replica was killed."""
-    with simulated_replicas(model, 2, pace="4") as (victim, heir), GatewayProcess("--replica", victim.url) as gateway:
+    with simulated_replicas(model, 2, pace="3") as (victim, heir), GatewayProcess("--replica", victim.url) as gateway:
         gateway.wait_ready()
         bodies = {name: streamed(**fields) for name, fields in SAMPLINGS.items()}
         expected = {
@@ -112,7 +113,7 @@ def survived(model):
         threads = [threading.Thread(target=read, args=(name,)) for name in bodies]
         for thread in threads:
             thread.start()
-        until(lambda: all(data.count(b"data: ") > 15 for data in received.values()), 30, "the streams' beginning")
+        until(lambda: all(data.count(b"data: ") > 10 for data in received.values()), 30, "the streams' beginning")
         register(gateway, heir.url)
         kill_all(victim)
         for thread in threads:
@@ -139,7 +140,7 @@ def test_ids_roles_finish_and_usage_are_those_of_one_stream(survived, name):
     choices = [choice for event in events[:-1] for choice in event["choices"]]
     assert sum("role" in choice["delta"] for choice in choices) == 1
     assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
-    assert events[-2]["usage"]["completion_tokens"] == 150
+    assert events[-2]["usage"]["completion_tokens"] == 100
     assert events[-2]["usage"]["prompt_tokens"] == expected[-2]["usage"]["prompt_tokens"]
 
 
@@ -174,7 +175,7 @@ def test_killing_one_gateway_loses_nothing_of_another(fleet):
 
 
 def test_a_draining_replica_and_a_draining_gateway_finish_their_streams(model):
-    body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 120, "ignore_eos": True, "stream": True}
+    body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 80, "ignore_eos": True, "stream": True}
     with simulated_replicas(model, 1, pace="4") as (server,), GatewayProcess("--replica", server.url) as gateway:
         url = f"{gateway.wait_ready().url}/v1/completions"
         with httpx.stream("POST", url, json=body, timeout=60) as response:

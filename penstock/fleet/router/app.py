@@ -121,12 +121,15 @@ class _Routes:
             policy="", replica="", reason="", attempts=0, waited_seconds=0.0,
         )  # fmt: skip
         try:
-            return await context.proxy.forward(
+            response = await context.proxy.forward(
                 request, body, query, record, decision,
                 streams=bool(head.stream), priority=caller.terms.priority or 0, has_keys=not context.ring.is_open,
             )  # fmt: skip
+            decision.status = response.status
+            return response
         finally:
             context.decisions.add(decision)
+            context.metrics.observe(decision)
 
     async def list_models(self, request: web.Request) -> web.StreamResponse:
         caller = self._identify(request)
@@ -191,8 +194,9 @@ def _front_door(context: GatewayContext) -> Middleware:
             record.status = response.status
             return response
         except (ClientGone, asyncio.CancelledError):
-            record.finish, record.status = "abort", record.status or _GONE_STATUS
-            raise
+            record.finish, record.status = "abort", _GONE_STATUS
+            # What the framework itself raises then: it closes the connection and says nothing.
+            raise asyncio.CancelledError from None
         finally:
             record.total_seconds = time.monotonic() - record.arrival
             # Names of models that nobody serves would be labels without number.

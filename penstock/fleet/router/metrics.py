@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from penstock.fleet.breaker import Standing
 from penstock.fleet.replica import ReplicaPool
+from penstock.fleet.router.decisions import Decision
 from penstock.fleet.router.dispatch import Dispatcher
 
 _BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -44,6 +45,13 @@ class GatewayMetrics:
             buckets=_BOUNDS,
             registry=self._registry,
         )
+
+    def observe(self, decision: Decision) -> None:
+        """Count the times of a request that has ended: nobody waits for it any more."""
+        if decision.attempts:
+            self.waited.observe(decision.waited_seconds)
+        if decision.ttft_seconds is not None:
+            self.first_byte.labels(decision.model).observe(decision.ttft_seconds)
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         encode, content_type = choose_encoder(accept)

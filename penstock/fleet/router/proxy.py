@@ -111,7 +111,6 @@ class Proxy:
         exchange.decision.attempts += 1
         exchange.decision.waited_seconds = time.monotonic() - exchange.record.arrival
         exchange.decision.take(placement)
-        self._metrics.waited.observe(exchange.decision.waited_seconds)
         return placement
 
     async def _attempt(self, exchange: _Exchange, placement: Placement) -> web.StreamResponse | None:
@@ -262,10 +261,10 @@ class Proxy:
         headers[ROUTE_HEADER] = exchange.decision.header()
         return headers
 
-    def _note_first_byte(self, exchange: _Exchange) -> None:
+    @staticmethod
+    def _note_first_byte(exchange: _Exchange) -> None:
         seconds = time.monotonic() - exchange.record.arrival
         exchange.record.ttft_seconds = exchange.decision.ttft_seconds = seconds
-        self._metrics.first_byte.labels(exchange.query.model).observe(seconds)
 
     def _note_failure(self, exchange: _Exchange, placement: Placement, reply: ErrorReply) -> None:
         exchange.num_failures += 1

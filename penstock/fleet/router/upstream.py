@@ -62,11 +62,11 @@ def new_session(health: HealthSection) -> aiohttp.ClientSession:
 
 def request_headers(given: Mapping[str, str], replica: Replica, request_id: str, *, has_keys: bool) -> dict[str, str]:
     """Return a caller's headers as they go to a replica. A foreign server never sees a key of ours."""
-    headers = {name: value for name, value in given.items() if name.lower() not in _NOT_SENT}
+    headers = {name: value for given_name, value in given.items() if (name := given_name.lower()) not in _NOT_SENT}
     headers["x-request-id"] = request_id
     if replica.adapter.kind != "penstock":
         if has_keys:
-            headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
+            headers.pop("authorization", None)
         headers |= own_headers(replica)
     return headers
 
@@ -79,7 +79,7 @@ def own_headers(replica: Replica) -> dict[str, str]:
         key = Path(replica.entry.key_file).read_text(encoding="utf-8").strip()
     except OSError:
         return {}  # the replica will say that it misses the key
-    return {"Authorization": f"Bearer {key}"}
+    return {"authorization": f"Bearer {key}"}
 
 
 def response_headers(given: Mapping[str, str]) -> dict[str, str]:

@@ -1,9 +1,15 @@
 """The fleet's file: what it says, and what it says that is wrong."""
 
+from pathlib import Path
+
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.fleet.config import DiscoverySection, FleetConfig, HealthSection, QueueSection
 from penstock.fleet.fleet_file import read_fleet
+from tests.architecture.markdown import blocks
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "operations.md"
 
 FILE = """
 policy = "session-affinity"
@@ -56,6 +62,16 @@ def test_a_mistake_is_named(tmp_path, text, says):
     file.write_text(text)
     with pytest.raises(ConfigError, match=says):
         read_fleet(file)
+
+
+def test_the_file_in_the_document_is_right_and_says_the_defaults(tmp_path):
+    (block,) = (item for item in blocks(DOCUMENT) if item.language == "toml")
+    file = tmp_path / "fleet.toml"
+    file.write_text(block.text)
+    fleet = read_fleet(file)
+    assert (fleet.policy, fleet.health, fleet.queue) == (FleetConfig().policy, HealthSection(), QueueSection())
+    assert fleet.discovery.lease_seconds == DiscoverySection().lease_seconds
+    assert (fleet.discovery.dns[0].refresh_seconds, fleet.discovery.kubernetes[0].refresh_seconds) == (5.0, 2.0)
 
 
 def test_a_missing_file_is_named(tmp_path):

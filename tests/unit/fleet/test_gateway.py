@@ -246,6 +246,31 @@ async def test_a_dead_replica_is_ejected_and_returns():
             await until_asked(running, replica)
 
 
+async def test_a_request_has_one_id_all_the_way():
+    async with FakeReplica().running() as one, running_gateway(one) as running:
+        running.client.headers["X-Request-Id"] = "mine-1"
+        answer = await running.ask()
+        assert answer.headers.getall("x-request-id") == ["mine-1"]
+        assert one.headers[0]["x-request-id"] == "mine-1"
+
+
+async def test_a_caller_who_leaves_a_stream_is_no_error(caplog):
+    async def talk(replica, request, body):
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        while True:
+            await response.write(chunk("more"))
+            await asyncio.sleep(0.001)
+
+    async with FakeReplica(answer=talk).running() as one, running_gateway(one) as running:
+        body = {"model": "tiny", "stream": True}
+        response = await running.client.post(f"{running.url}/v1/completions", json=body)
+        await response.content.readany()
+        response.close()
+        await until(lambda: running.gateway.pool.find(one.url).num_in_flight == 0)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 async def test_a_caller_who_leaves_frees_the_replica():
     async def never(replica, request, body):
         await asyncio.Event().wait()
