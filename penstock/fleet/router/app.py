@@ -71,7 +71,7 @@ class GatewayContext:
 
 def create_app(context: GatewayContext) -> web.Application:
     """Return the app of the public port. With keys it has the admin routes too, for keys with admin = true."""
-    app = web.Application(middlewares=[_front_door(context)], client_max_size=context.max_body_bytes)
+    app = _bare_app(context)
     routes = _Routes(context)
     app.router.add_post("/v1/{path:[A-Za-z0-9_/-]+}", routes.forward)
     app.router.add_get("/v1/models", routes.list_models)
@@ -86,11 +86,21 @@ def create_app(context: GatewayContext) -> web.Application:
 
 def create_admin_app(context: GatewayContext, *, needs_key: bool) -> web.Application:
     """Return the app of the admin socket. Without `needs_key`, who can open the socket may do everything there."""
-    app = web.Application(middlewares=[_front_door(context)], client_max_size=context.max_body_bytes)
+    app = _bare_app(context)
     routes = _Routes(context)
     for method, path, handler in admin_routes(context.pool, context.registration, context.decisions):
         app.router.add_route(method, path, routes.admin_only(handler) if needs_key else handler)
     return app
+
+
+def _bare_app(context: GatewayContext) -> web.Application:
+    app = web.Application(middlewares=[_front_door(context)], client_max_size=context.max_body_bytes)
+    app.on_response_prepare.append(_hide_software)
+    return app
+
+
+async def _hide_software(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.pop("Server", None)  # versions are nobody's business
 
 
 class _Routes:

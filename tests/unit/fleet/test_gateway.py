@@ -252,6 +252,7 @@ async def test_a_request_has_one_id_all_the_way():
         answer = await running.ask()
         assert answer.headers.getall("x-request-id") == ["mine-1"]
         assert one.headers[0]["x-request-id"] == "mine-1"
+        assert "server" not in answer.headers
 
 
 async def test_a_caller_who_leaves_a_stream_is_no_error(caplog):
