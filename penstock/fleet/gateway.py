@@ -66,6 +66,7 @@ class Gateway:
         """Serve; returns when the replicas of the configuration have been asked once."""
         self.pool.replace(_STATIC, self._config.replicas)
         self._run(self.registration.run())
+        self._run(self.context.proxy.readers.run())
         for discovery in self._discoveries():
             self._run(follow(discovery, self.pool))
         await self.monitor.probe_all()

@@ -32,8 +32,9 @@ from penstock.fleet.replica import ReplicaPool
 from penstock.fleet.router.admin import admin_routes
 from penstock.fleet.router.decisions import Decision, DecisionLog
 from penstock.fleet.router.dispatch import Dispatcher
+from penstock.fleet.router.downstream import ClientGone
 from penstock.fleet.router.metrics import GatewayMetrics
-from penstock.fleet.router.proxy import ClientGone, Proxy
+from penstock.fleet.router.proxy import Proxy
 from penstock.fleet.router.query import RouteQuery, read_head
 from penstock.protocol.errors import reply_for
 from penstock.protocol.health import Health

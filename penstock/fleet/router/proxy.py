@@ -16,6 +16,7 @@ from aiohttp import web
 from penstock.errors import EngineFailed, LimitReached, Overloaded, PenstockError
 from penstock.fleet.router.decisions import ROUTE_HEADER, Decision
 from penstock.fleet.router.dispatch import Dispatcher, Placement, Wish
+from penstock.fleet.router.downstream import Downstream, StalledReaders
 from penstock.fleet.router.metrics import GatewayMetrics
 from penstock.fleet.router.query import RouteQuery
 from penstock.fleet.router.upstream import (
@@ -36,10 +37,6 @@ from penstock.telemetry import RequestRecord
 
 # Replicas that may fail a request in a row before it is given up: one that kills replicas must not kill them all.
 MAX_ATTEMPTS = 3
-
-
-class ClientGone(Exception):
-    """The caller closed the connection."""
 
 
 class _ChunkHead(msgspec.Struct):
@@ -72,6 +69,7 @@ class Proxy:
         self._session = session
         self._dispatcher = dispatcher
         self._metrics = metrics
+        self.readers = StalledReaders()
 
     async def forward(
         self,
@@ -123,10 +121,8 @@ class Proxy:
                         return _error_response(exchange)
                     return None
                 self._note_first_byte(exchange)
-                if upstream.headers.get(FRAMES_HEADER) is not None:
-                    return await self._pass_frames(exchange, placement, upstream)
                 if upstream.content_type == "text/event-stream":
-                    return await self._pass_stream(exchange, placement, upstream)
+                    return await self._pass_events(exchange, placement, upstream)
                 whole = await upstream.read()
                 replica.breaker.on_success()
                 headers = self._headers(exchange, upstream)
@@ -164,29 +160,41 @@ class Proxy:
 
     # ------------------------------------------------------------ streams
 
-    async def _pass_stream(
+    async def _pass_events(
         self, exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse
     ) -> web.StreamResponse:
-        """Pass a stream on as it comes. One that breaks ends with an error event, without [DONE]."""
-        response = await self._begin(exchange, upstream)
+        response = web.StreamResponse(status=upstream.status, headers=self._headers(exchange, upstream))
+        downstream = await self.readers.begin(exchange.request, response)
         try:
-            while data := await upstream.content.readany():
-                await _write(response, data)
-        except UPSTREAM_ERRORS as error:
-            note_failure(placement.replica, error)
-            await self._end_with_error(exchange, response, b"")
-            return response
-        placement.replica.breaker.on_success()
-        await _write_eof(response)
+            if upstream.headers.get(FRAMES_HEADER) is not None:
+                await self._pass_frames(exchange, placement, upstream, downstream)
+            else:
+                await self._pass_stream(exchange, placement, upstream, downstream)
+        finally:
+            self.readers.forget(downstream)
         return response
 
+    async def _pass_stream(
+        self, exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse, downstream: Downstream
+    ) -> None:
+        """Pass a stream on as it comes. One that breaks ends with an error event, without [DONE]."""
+        try:
+            while data := await upstream.content.readany():
+                await downstream.write(data)
+        except UPSTREAM_ERRORS as error:
+            if not downstream.was_slow:
+                note_failure(placement.replica, error)
+            await self._end_with_error(exchange, downstream, b"")
+            return
+        placement.replica.breaker.on_success()
+        await downstream.end()
+
     async def _pass_frames(
-        self, exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse
-    ) -> web.StreamResponse:
+        self, exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse, downstream: Downstream
+    ) -> None:
         """Pass a framed stream on, and have another replica go on with it where this one fails."""
-        response = await self._begin(exchange, upstream)
         reader = FrameReader()
-        stream = _FramedStream(response, reader)
+        stream = _FramedStream(downstream, reader)
         if await stream.follow(placement, upstream):
             exchange.num_failures = 0
         failure_events = b""
@@ -205,10 +213,9 @@ class Proxy:
             finally:
                 placement.release()
         if reader.finished:
-            await _write_eof(response)
+            await downstream.end()
         else:
-            await self._end_with_error(exchange, response, failure_events)
-        return response
+            await self._end_with_error(exchange, downstream, failure_events)
 
     async def _place_again(self, exchange: _Exchange) -> Placement | None:
         wish = Wish(exchange.query, exchange.priority, exchange.avoid, must_frame=True)
@@ -238,20 +245,12 @@ class Proxy:
         except UPSTREAM_ERRORS as error:
             note_failure(placement.replica, error)
 
-    async def _begin(self, exchange: _Exchange, upstream: aiohttp.ClientResponse) -> web.StreamResponse:
-        response = web.StreamResponse(status=upstream.status, headers=self._headers(exchange, upstream))
-        try:
-            await response.prepare(exchange.request)
-        except ConnectionError:
-            raise ClientGone from None
-        return response
-
-    async def _end_with_error(self, exchange: _Exchange, response: web.StreamResponse, events: bytes) -> None:
+    async def _end_with_error(self, exchange: _Exchange, downstream: Downstream, events: bytes) -> None:
         self._metrics.resumptions.labels("lost").inc()
         reply = reply_for(EngineFailed("the replica failed while it answered, and none could go on; try again"))
         exchange.record.error_code = reply.code
-        await _write(response, events or b"data: %b\n\n" % reply.body)
-        await _write_eof(response)
+        await downstream.write(events or b"data: %b\n\n" % reply.body)
+        await downstream.end()
 
     # ------------------------------------------------------------ notes
 
@@ -275,10 +274,10 @@ class Proxy:
 class _FramedStream:
     """The caller's end of a framed stream, whichever replica feeds it."""
 
-    def __init__(self, response: web.StreamResponse, reader: FrameReader) -> None:
+    def __init__(self, downstream: Downstream, reader: FrameReader) -> None:
         self.reader = reader
         self.first_events = b""
-        self._response = response
+        self._downstream = downstream
 
     async def follow(self, placement: Placement, upstream: aiohttp.ClientResponse) -> bool:
         """Pass frames on until the last, or until the replica fails; return whether any came."""
@@ -291,7 +290,7 @@ class _FramedStream:
                     if not came:
                         came = True
                         self.first_events = self.first_events or events
-                    await _write(self._response, events)
+                    await self._downstream.write(events)
                 if reader.finished:
                     breaker.on_success()
                     return came
@@ -300,7 +299,9 @@ class _FramedStream:
                     return came
             breaker.on_failure("it ended a stream early")
         except UPSTREAM_ERRORS as error:
-            note_failure(placement.replica, error)
+            # Servers cut readers that stop: whoever reads slowly must not have replicas ejected.
+            if not self._downstream.was_slow:
+                note_failure(placement.replica, error)
         except BrokenFrames as error:
             breaker.on_failure(str(error))
         return came
@@ -316,20 +317,6 @@ def _continuation(body: bytes, stream: _FramedStream) -> bytes:
     head = msgspec.json.decode(event, type=_ChunkHead)
     document["continue_from"] = {"id": head.id, "created": head.created, "token_ids": token_ids}
     return msgspec.json.encode(document)
-
-
-async def _write(response: web.StreamResponse, data: bytes) -> None:
-    try:
-        await response.write(data)
-    except ConnectionError:
-        raise ClientGone from None
-
-
-async def _write_eof(response: web.StreamResponse) -> None:
-    try:
-        await response.write_eof()
-    except ConnectionError:
-        raise ClientGone from None
 
 
 def _error_response(exchange: _Exchange) -> web.Response:

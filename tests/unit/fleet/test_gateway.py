@@ -284,7 +284,7 @@ async def test_a_caller_who_leaves_frees_the_replica():
         await until(lambda: running.gateway.pool.find(one.url).num_in_flight == 0)
 
 
-async def test_a_slow_reader_holds_up_its_own_replica_stream_only():
+async def test_a_reader_that_stops_holds_up_its_own_stream_only_and_is_cut_in_the_end(monkeypatch):
     sent = 0
 
     async def pour(replica, request, body):
@@ -312,8 +312,13 @@ async def test_a_slow_reader_holds_up_its_own_replica_stream_only():
         assert 0 < sent < 4000 * 16_000
         one.answer = FakeReplica().answer
         assert (await running.ask()).status == 200
-        writer.close()
+        readers = running.gateway.context.proxy.readers
+        readers.cut_stalled()
+        assert running.gateway.pool.find(one.url).num_in_flight == 1  # it may take its time
+        monkeypatch.setattr(readers, "_max_seconds", 0.0)
+        readers.cut_stalled()
         await until(lambda: running.gateway.pool.find(one.url).num_in_flight == 0)
+        writer.close()
 
 
 async def test_keys_are_checked_and_never_reach_a_foreign_server():
