@@ -144,6 +144,7 @@ def test_ids_roles_finish_and_usage_are_those_of_one_stream(survived, name):
     assert events[-2]["usage"]["prompt_tokens"] == expected[-2]["usage"]["prompt_tokens"]
 
 
+@pytest.mark.slow
 def test_a_killed_replica_is_ejected_and_comes_back(model):
     with start_replica(model) as first, start_replica(model) as second:
         urls = [server.wait_ready().url for server in (first, second)]
