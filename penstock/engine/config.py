@@ -57,7 +57,7 @@ class EngineConfig:
     role: str = "both"
     memory: MemoryPlan
     device_kind: str = "cpu"  # cpu or cuda: what the device is, or is like
-    canary_seconds: float = 0.0  # between questions to the KV cache whose answer is known; 0: none
+    canary_seconds: float = 0.0  # between looks at KV blocks whose content is known; 0: none
 
 
 def resolve(sourced: Sourced, spec: ModelSpec, facts: DeviceFacts) -> tuple[EngineConfig, list[Setting]]:

@@ -156,7 +156,7 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
     text = "Tokens guessed by speculation"
     yield CounterMetricFamily("penstock_drafted_tokens", text, stats.drafted_tokens)
     yield CounterMetricFamily("penstock_accepted_tokens", "Guesses that were right", stats.accepted_tokens)
-    text = "Wrong answers to the known prompt that watches the KV cache"
+    text = "Blocks of the KV cache found changed though nobody wrote to them"
     yield CounterMetricFamily("penstock_canary_failures", text, stats.num_canary_failures)
     text = "Requests ended, by reason: stop, length, abort or error"
     finished = CounterMetricFamily("penstock_finished_requests", text, labels=["reason"])

@@ -27,6 +27,7 @@ RUN_AS_IS = {
     "penstock plan-memory",
     "penstock doctor",
     "penstock version",
+    "penstock keys list",
     "penstock simulate --workload rate10",
 }
 RUN_WITH_THE_MODEL = {'penstock generate "The capital of France is" --max-tokens 8', "penstock pull smollm2-135m"}

@@ -68,8 +68,8 @@ def test_a_corrupted_cache_is_caught_told_and_emptied(faulty_server):
     assert ask(faulty_server, prompt).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 48
     before = faulty_server.metric("penstock_canary_failures_total")
     ask(faulty_server, [5, CORRUPT_CACHE], max_tokens=1)
-    until(lambda: "known prompt" in faulty_server.get("/ready")[1], 10, "the fault told by /ready")
+    until(lambda: "nobody wrote" in faulty_server.get("/ready")[1], 10, "the fault told by /ready")
     assert faulty_server.metric("penstock_canary_failures_total") > before
-    assert any("penstock.canary" in line or "known prompt" in line for line in faulty_server.lines)
+    assert any("penstock.canary" in line or "nobody wrote" in line for line in faulty_server.lines)
     until(lambda: faulty_server.get("/ready")[0] == 200, 10, "readiness")
     assert ask(faulty_server, prompt).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

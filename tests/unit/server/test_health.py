@@ -55,8 +55,8 @@ async def test_an_engine_process_that_stands_still_is_not_ready_whatever_it_was_
 
 
 async def test_an_engine_that_knows_of_a_fault_is_not_ready(service):
-    service.engine.stats = EngineStats(fault="the KV cache changed the answer to a known prompt")
-    assert await not_ready(service) == "the KV cache changed the answer to a known prompt"
+    service.engine.stats = EngineStats(fault="a block of the KV cache changed")
+    assert await not_ready(service) == "a block of the KV cache changed"
 
 
 async def test_a_draining_server_is_not_ready(service):
