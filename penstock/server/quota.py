@@ -46,6 +46,7 @@ class Charge:
         """Close it without booking: return what the caller then books itself, with whatever belongs to it."""
         assert self._written is None, "an account is closed once"
         self._written = asyncio.get_running_loop().create_future()
+        self._written.set_result(None)
         self._meter.forget(self._lease)
         return usage_of(record, self._tenant, self._model), _settlement(self._lease, record)
 

@@ -91,16 +91,13 @@ class BatchWork:
                     return held
         return None
 
-    def renew(self, held: StoredBatch) -> StoredBatch:
-        """Hold on, and return the batch as it is now. Raises HoldLost."""
+    def renew(self, held: StoredBatch) -> tuple[StoredBatch, bool]:
+        """Hold on; return the batch as it is now, and whether its window has ended. Raises HoldLost."""
         with self._database.writing() as connection:
             batch = _lock(connection, held)
-            _keep(connection, batch, self._database.now(connection) + HOLD_SECONDS)
-            return batch
-
-    def is_expired(self, batch: StoredBatch) -> bool:
-        with self._database.reading() as connection:
-            return self._database.now(connection) >= batch.expires_at
+            now = self._database.now(connection)
+            _keep(connection, batch, now + HOLD_SECONDS)
+            return batch, now >= batch.expires_at
 
     def let_go(self, held: StoredBatch) -> None:
         """Let another take the batch at once. What is running did not run. Raises HoldLost."""
@@ -228,7 +225,9 @@ class BatchWork:
                 "error_file_id": None if error is None else error[0],
             }
             change_status(connection, batch, status, self._database.now(connection), **names)
-            return _lock(connection, held)
+            ended = _lock(connection, held)
+        self._database.flush()
+        return ended
 
     # ------------------------------------------------------------ holding
 

@@ -92,7 +92,8 @@ class BatchStore:
                 **dict.fromkeys(("num_rows", "num_completed", "num_failed", "term", "held_until"), 0),
             }
             connection.execute(insert(batches).values(row))
-            return _find(connection, tenant, batch_id)
+        self._database.flush()
+        return self.find(tenant, batch_id)
 
     def find(self, tenant: str, batch_id: str) -> StoredBatch:
         """Return one of a tenant's batches. Raises BatchNotFound, of another tenant's batch as of none."""

@@ -38,20 +38,6 @@ class FileStore:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def write(self, tenant: str, filename: str, purpose: str, pieces: Iterable[bytes]) -> StoredFile:
-        """Store a whole file. Raises StorageFull, and then nothing of it is left."""
-        file_id = self.begin(tenant, filename, purpose)
-        num_bytes = self.fill(file_id, pieces)
-        with self._database.writing() as connection:
-            refusal = _refusal(connection, tenant, num_bytes)
-            if refusal is None:
-                complete(connection, file_id, num_bytes)
-            else:
-                _remove(connection, file_id)
-        if refusal is not None:
-            raise refusal
-        return self.find(tenant, file_id)
-
     def begin(self, tenant: str, filename: str, purpose: str) -> str:
         """Open a file that nobody sees yet; return its id."""
         file_id = f"file-{uuid.uuid4().hex}"
@@ -61,14 +47,36 @@ class FileStore:
             connection.execute(insert(files).values(row | {"created_at": now, "is_complete": False}))
         return file_id
 
+    def append(self, file_id: str, number: int, data: bytes) -> None:
+        """Write one chunk of an open file."""
+        with self._database.writing() as connection:
+            connection.execute(insert(file_chunks).values(file_id=file_id, number=number, data=data))
+
     def fill(self, file_id: str, pieces: Iterable[bytes]) -> int:
         """Write an open file's content; return how many bytes it has."""
         num_bytes = 0
         for number, data in enumerate(_chunks(pieces)):
-            with self._database.writing() as connection:
-                connection.execute(insert(file_chunks).values(file_id=file_id, number=number, data=data))
+            self.append(file_id, number, data)
             num_bytes += len(data)
         return num_bytes
+
+    def finish(self, tenant: str, file_id: str, num_bytes: int) -> StoredFile:
+        """Show a filled file to its tenant. Raises StorageFull, and then nothing of it is left."""
+        with self._database.writing() as connection:
+            refusal = _refusal(connection, tenant, num_bytes)
+            if refusal is None:
+                complete(connection, file_id, num_bytes)
+            else:
+                _remove(connection, file_id)
+        if refusal is not None:
+            raise refusal
+        self._database.flush()
+        return self.find(tenant, file_id)
+
+    def give_up(self, file_id: str) -> None:
+        """Remove an open file."""
+        with self._database.writing() as connection:
+            _remove(connection, file_id)
 
     def find(self, tenant: str, file_id: str) -> StoredFile:
         """Return one of a tenant's files. Raises UploadNotFound, of another tenant's file as of none."""
