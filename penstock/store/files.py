@@ -20,8 +20,8 @@ CHUNK_BYTES = 1024 * 1024
 MAX_TENANT_BYTES = 4 * 1024**3
 MAX_TENANT_FILES = 10_000
 
-# Far longer than any file takes to write.
-_UNFINISHED_SECONDS = 3600.0
+# Longer than the slowest upload that a connection is allowed.
+_UNFINISHED_SECONDS = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +60,13 @@ class FileStore:
             num_bytes += len(data)
         return num_bytes
 
-    def finish(self, tenant: str, file_id: str, num_bytes: int) -> StoredFile:
-        """Show a filled file to its tenant. Raises StorageFull, and then nothing of it is left."""
+    def finish(self, tenant: str, file_id: str, filename: str, num_bytes: int) -> StoredFile:
+        """Name a filled file and show it to its tenant. Raises StorageFull, and then nothing of it is left."""
         with self._database.writing() as connection:
             refusal = _refusal(connection, tenant, num_bytes)
             if refusal is None:
                 complete(connection, file_id, num_bytes)
+                connection.execute(update(files).where(files.c.id == file_id).values(filename=filename))
             else:
                 _remove(connection, file_id)
         if refusal is not None:
@@ -103,16 +104,16 @@ class FileStore:
             return [_stored(row) for row in connection.execute(wanted).mappings()]
 
     def read(self, file_id: str) -> Iterator[bytes]:
-        """Yield a file's content. Raises UploadNotFound if it is deleted meanwhile."""
+        """Yield a file's content. Raises UploadNotFound where there is none, or if it is deleted meanwhile."""
         with self._database.reading() as connection:
             counted = select(func.count()).select_from(file_chunks).where(file_chunks.c.file_id == file_id)
             num_chunks = connection.execute(counted).scalar_one()
-        for number in range(num_chunks):
+        for number in range(max(1, num_chunks)):
             wanted = select(file_chunks.c.data).where(file_chunks.c.file_id == file_id, file_chunks.c.number == number)
             with self._database.reading() as connection:
                 data = connection.execute(wanted).scalar_one_or_none()
             if data is None:
-                raise UploadNotFound(f"file {file_id!r} was deleted while it was read")
+                raise UploadNotFound(f"file {file_id[:100]!r} is not there, or was deleted while it was read")
             yield bytes(data)
 
     def delete(self, tenant: str, file_id: str) -> None:
@@ -132,7 +133,7 @@ class FileStore:
 def complete(connection: Connection, file_id: str, num_bytes: int) -> None:
     """Show a filled file to its tenant, within the caller's transaction."""
     shown = update(files).where(files.c.id == file_id).values(is_complete=True, num_bytes=num_bytes)
-    assert connection.execute(shown).rowcount == 1, "an open file is swept away only after an hour"
+    assert connection.execute(shown).rowcount == 1, "an open file is swept away only after a day"
 
 
 def _refusal(connection: Connection, tenant: str, num_bytes: int) -> StorageFull | None:

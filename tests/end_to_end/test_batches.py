@@ -38,9 +38,7 @@ class Tenant:
 
     def start(self, lines, endpoint=CHAT, **fields):
         file = self.upload(jsonl(lines))
-        return self.client.batches.create(
-            input_file_id=file.id, endpoint=endpoint, completion_window="24h", **fields
-        )
+        return self.client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **fields)
 
     def wait(self, batch, *statuses, seconds=60):
         def has_come():
@@ -179,9 +177,7 @@ def test_no_tenant_sees_anothers_files_or_batches(tenant):
         lambda: carol.client.files.delete(batch.input_file_id),
         lambda: carol.client.batches.retrieve(batch.id),
         lambda: carol.client.batches.cancel(batch.id),
-        lambda: carol.client.batches.create(
-            input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"
-        ),
+        lambda: carol.client.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"),
     ):
         with pytest.raises(openai.NotFoundError):
             call()
@@ -194,8 +190,7 @@ def test_lists_come_in_pages_newest_first(tenant):
     assert [file.id for file in carol.client.files.list(limit=2)] == files[::-1]
     assert [file.id for file in carol.client.files.list(limit=2, order="asc")] == files
     batches = [
-        carol.client.batches.create(input_file_id=files[0], endpoint=CHAT, completion_window="24h").id
-        for _ in range(3)
+        carol.client.batches.create(input_file_id=files[0], endpoint=CHAT, completion_window="24h").id for _ in range(3)
     ]
     assert [batch.id for batch in carol.client.batches.list(limit=1)] == batches[::-1]
     assert carol.client.files.delete(files[0]).deleted

@@ -29,12 +29,13 @@ log = logging.getLogger("penstock.batch")
 class BatchRunner:
     """Make it, `start` it in an event loop, and `close` it there before the store."""
 
-    def __init__(self, context: ServerContext, database: Database) -> None:
+    def __init__(self, context: ServerContext, database: Database, *, poll_seconds: float = _POLL_SECONDS) -> None:
         self._context = context
         self._work = BatchWork(database)
         self._files = FileStore(database)
         # For each batch one that reads or writes files, and one that holds on to it meanwhile.
         self._threads = ThreadPoolExecutor(2 * _MAX_HELD, thread_name_prefix="batches")
+        self._poll_seconds = poll_seconds
         self._window = Window()
         self._held: dict[asyncio.Task[None], HeldBatch] = {}
         self._task: asyncio.Task[None] | None = None
@@ -62,7 +63,7 @@ class BatchRunner:
                 if batch is not None:
                     self._hold(batch)
                     continue
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(self._poll_seconds)
 
     def _hold(self, batch: StoredBatch) -> None:
         held = HeldBatch(

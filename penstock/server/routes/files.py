@@ -1,25 +1,27 @@
 """/v1/files: what batches read, and what they wrote."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from penstock.errors import InvalidParameter, RequestError
+from penstock.errors import InvalidParameter, Overloaded, RequestError
 from penstock.protocol.openai_files import UPLOAD_PURPOSE, DeletedFile, File, FileList
 from penstock.server.context import ServerContext
 from penstock.server.endpoint import Access, Endpoint, caller_of
 from penstock.server.json_response import json_response
 from penstock.server.store_access import database_of, read_limit
-from penstock.server.upload import Upload, uploaded
+from penstock.server.upload import Upload
 from penstock.store.files import CHUNK_BYTES, FileStore, StoredFile
 
 MAX_FILE_BYTES = 200 * 1024 * 1024
 
 _MAX_PAGE = 10_000
-_MAX_UPLOADS = 4  # at a time, in one worker: each may spool a whole file
+_MAX_UPLOADS = 2  # of one tenant at a time, in one worker: each may spool a whole file
 _FORM = {
     "type": "object",
     "properties": {
@@ -31,16 +33,26 @@ _FORM = {
 
 
 def endpoints(context: ServerContext) -> list[Endpoint]:
-    uploads = asyncio.Semaphore(_MAX_UPLOADS)
+    num_uploads: Counter[str] = Counter()
+
+    @contextmanager
+    def one_of_few(tenant: str) -> Iterator[None]:
+        if num_uploads[tenant] >= _MAX_UPLOADS:
+            raise Overloaded(
+                f"{_MAX_UPLOADS} of your uploads are under way; send one after the other", retry_after_seconds=1
+            )
+        num_uploads[tenant] += 1
+        try:
+            yield
+        finally:
+            num_uploads[tenant] -= 1
+            if not num_uploads[tenant]:
+                del num_uploads[tenant]
 
     async def create(request: Request) -> Response:
         tenant, store = caller_of(request).tenant, FileStore(database_of(context))
-        async with uploads, uploaded(request, MAX_FILE_BYTES) as upload:
-            purpose = upload.fields.get("purpose")
-            if purpose != UPLOAD_PURPOSE:
-                raise InvalidParameter("purpose", purpose, f"give {UPLOAD_PURPOSE!r}")
-            if not upload.file.size:
-                raise RequestError("the file is empty; give one request on each line", param="file")
+        upload = Upload(request, max_bytes=MAX_FILE_BYTES, chunk_bytes=CHUNK_BYTES)
+        with one_of_few(tenant):
             return json_response(_shown(await _store(store, tenant, upload)))
 
     async def list_files(request: Request) -> Response:
@@ -92,20 +104,23 @@ async def _find(store: FileStore, request: Request) -> StoredFile:
 
 
 async def _store(store: FileStore, tenant: str, upload: Upload) -> StoredFile:
-    """Write a file chunk by chunk, so that other work of the threads comes between."""
-    file_id = await asyncio.to_thread(store.begin, tenant, _clean(upload.file.filename), UPLOAD_PURPOSE)
-    is_whole = False
+    """Write a file while it arrives; what is not whole or not wanted leaves nothing."""
+    file_id = await asyncio.to_thread(store.begin, tenant, "", UPLOAD_PURPOSE)
+    num_bytes = number = 0
     try:
-        num_bytes = number = 0
-        while data := await upload.file.read(CHUNK_BYTES):
+        async for data in upload.chunks():
             await asyncio.to_thread(store.append, file_id, number, data)
             num_bytes += len(data)
             number += 1
-        is_whole = True
-        return await asyncio.to_thread(store.finish, tenant, file_id, num_bytes)
-    finally:
-        if not is_whole:
-            await asyncio.to_thread(store.give_up, file_id)
+        purpose = upload.fields.get("purpose")
+        if purpose != UPLOAD_PURPOSE:
+            raise InvalidParameter("purpose", purpose, f"give {UPLOAD_PURPOSE!r}")
+        if not num_bytes:
+            raise RequestError("the file is empty; give one request on each line", param="file")
+        return await asyncio.to_thread(store.finish, tenant, file_id, _clean(upload.filename), num_bytes)
+    except BaseException:
+        await asyncio.to_thread(store.give_up, file_id)
+        raise
 
 
 def _clean(name: str | None) -> str:
