@@ -25,9 +25,9 @@ class Terms:
 
 def agree_on_batch(wanted: GenerationRequest, key: KeyTerms) -> Terms:
     """Return the terms of a line of a batch: in idle capacity, within the batch's own window. Raises RequestError."""
-    for name in ("targets", "deadline_ms"):
+    for name in ("targets", "deadline_ms", "continue_from"):
         if getattr(wanted, name) is not None:
-            raise UnsupportedParameter(name, "leave it out of a batch, which has its completion_window")
+            raise UnsupportedParameter(name, "leave it out: a line of a batch is a whole request that nobody waits for")
     return Terms(weight=key.weight, priority=_priority(wanted.priority, key.priority), tier=Tier.BATCH)
 
 

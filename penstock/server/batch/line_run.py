@@ -93,9 +93,11 @@ async def _begin(
     if wanted.wants_stream:
         raise UnsupportedParameter("stream", "leave it out of a batch")
     if isinstance(wanted, ChatRequest):
-        return await begin_chat(context, caller, record, wanted, Tier.BATCH)
+        chat, chat_reply, _ = await begin_chat(context, caller, record, wanted, tier=Tier.BATCH)
+        return chat, chat_reply
     assert isinstance(wanted, CompletionRequest)
-    return await begin_completion(context, caller, record, wanted, Tier.BATCH)
+    completion, completion_reply, _ = await begin_completion(context, caller, record, wanted, tier=Tier.BATCH)
+    return completion, completion_reply
 
 
 def _fail(batch_id: str, row: RunningRow, record: RequestRecord, answer: Answer | None, error: Exception) -> RowEnd:
