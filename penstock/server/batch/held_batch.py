@@ -151,8 +151,8 @@ class HeldBatch:
         """Run what waits. Returns when all lines have ended, or the batch is over, or the server drains."""
         has_more = True
         while not self._must_stop and (has_more or self._running):
-            self._window.look(time.monotonic(), self._context.engine.stats.num_waiting, self.num_running)
             room = self._share() - self.num_running
+            self._window.look(time.monotonic(), self._context.engine.stats.num_waiting, is_full=room <= 0)
             if has_more and room > 0 and self._can_run():
                 has_more = await self._start_lines(room)
             has_more = await self._settle(await self._next_ended()) or has_more

@@ -13,14 +13,14 @@ class Window:
         self.size = FEWEST
         self._looked_at: float | None = None
 
-    def look(self, now: float, num_waiting: int, num_running: int) -> None:
-        """Take in what the engine last told; `num_running` lines of ours are under way."""
+    def look(self, now: float, num_waiting: int, *, is_full: bool) -> None:
+        """Take in what the engine last told, and whether there was more to run than fits."""
         if self._looked_at is not None and now - self._looked_at < STATS_SECONDS:
             return
         self._looked_at = now
         if num_waiting > self.size // 4:
             self.size = max(FEWEST, self.size - num_waiting)
-        elif num_waiting == 0 and num_running >= self.size:
+        elif num_waiting == 0 and is_full:
             self.size = min(MOST, self.size * 2)
 
     def shrink(self) -> None:

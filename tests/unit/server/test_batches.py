@@ -257,12 +257,12 @@ async def test_without_a_store_there_are_no_files(service):
 def test_the_window_grows_while_nobody_waits_and_shrinks_by_those_who_do():
     window, now = Window(), 0.0
     for _ in range(20):
-        window.look(now, num_waiting=0, num_running=window.size)
+        window.look(now, num_waiting=0, is_full=True)
         now += 1
     assert window.size == MOST
-    window.look(now, num_waiting=200, num_running=MOST)
+    window.look(now, num_waiting=200, is_full=True)
     assert window.size == MOST - 200
-    window.look(now + 0.01, num_waiting=200, num_running=MOST)
+    window.look(now + 0.01, num_waiting=200, is_full=True)
     assert window.size == MOST - 200, "the same news count once"
     for _ in range(20):
         window.shrink()
@@ -272,5 +272,5 @@ def test_the_window_grows_while_nobody_waits_and_shrinks_by_those_who_do():
 def test_a_window_that_is_not_filled_does_not_grow():
     window = Window()
     for now in range(10):
-        window.look(float(now), num_waiting=0, num_running=3)
+        window.look(float(now), num_waiting=0, is_full=False)
     assert window.size == FEWEST
