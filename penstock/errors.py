@@ -20,6 +20,9 @@
     │   ├── NotPermitted         the API key does not open this route
     │   ├── LimitTooSmall        the request alone is more than its tenant's limit
     │   ├── KeyNotFound          no key of this name
+    │   ├── UploadNotFound       no file of this id, or another tenant's
+    │   ├── BatchNotFound        no batch of this id, or another tenant's
+    │   ├── StorageFull          the tenant has as many files or open batches as it may
     │   ├── RouteNotFound        no such path
     │   └── MethodNotAllowed     the path exists, the method does not
     ├── Overloaded           no place, or none in time; try again after `retry_after_seconds`
@@ -194,6 +197,18 @@ class LimitTooSmall(RequestError):
 
 class KeyNotFound(RequestError):
     code = "key_not_found"
+
+
+class UploadNotFound(RequestError):
+    code = "file_not_found"
+
+
+class BatchNotFound(RequestError):
+    code = "batch_not_found"
+
+
+class StorageFull(RequestError):
+    code = "storage_limit_reached"
 
 
 class RouteNotFound(RequestError):

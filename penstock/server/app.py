@@ -18,9 +18,11 @@ from penstock.server.front_door import FrontDoor
 from penstock.server.routes import (
     admin_keys,
     admin_usage,
+    batches,
     chat,
     completions,
     document,
+    files,
     health,
     home,
     metrics,
@@ -29,7 +31,7 @@ from penstock.server.routes import (
 )
 from penstock.store.key_ring import KeyRing
 
-ROUTES = (chat, completions, models, tokenize, health, metrics, home)
+ROUTES = (chat, completions, files, batches, models, tokenize, health, metrics, home)
 ADMIN_ROUTES = (admin_keys, admin_usage)
 
 

@@ -29,6 +29,9 @@ class _Batch:
     settlements: list[tuple[Lease, Spent]] = field(default_factory=list)
     waiters: list["asyncio.Future[None]"] = field(default_factory=list)
 
+    def __bool__(self) -> bool:
+        return bool(self.usage or self.settlements)
+
     def release(self) -> None:
         """Let those go on that waited for this batch."""
         for waiter in self.waiters:
@@ -46,10 +49,11 @@ class Books:
         self._writing: asyncio.Task[None] | None = None
         self._is_failing = False
 
-    def note(self, usage: Usage, settlement: tuple[Lease, Spent] | None) -> "asyncio.Future[None]":
+    def note(self, usage: Usage | None, settlement: tuple[Lease, Spent] | None) -> "asyncio.Future[None]":
         """Take an entry in; the result is there once it is written, or cannot be for now."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._next.usage.append(usage)
+        if usage is not None:
+            self._next.usage.append(usage)
         if settlement is not None:
             self._next.settlements.append(settlement)
         self._next.waiters.append(waiter)
@@ -65,11 +69,11 @@ class Books:
             if self._is_failing:
                 self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
-        if self._next.usage:
+        if self._next:
             log_event(log, "usage was lost: the store failed to the end", level=logging.ERROR)
 
     async def _write_all(self) -> None:
-        while self._next.usage:
+        while self._next:
             batch, self._next = self._next, _Batch()
             try:
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._write, batch)

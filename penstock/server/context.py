@@ -12,6 +12,7 @@ from penstock.engine.messages import EngineInfo
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import EngineUnavailable, UnknownModel
 from penstock.protocol.generation import GenerationRequest
+from penstock.request import Tier
 from penstock.server.chat_template import ChatTemplate
 from penstock.server.config import ServerConfig
 from penstock.server.metrics import ServerMetrics
@@ -19,7 +20,7 @@ from penstock.server.open_answers import OpenAnswers
 from penstock.server.readiness import Readiness
 from penstock.server.shared_prefixes import SharedPrefixes
 from penstock.server.tenancy import Tenancy
-from penstock.server.terms import Terms, agree
+from penstock.server.terms import Terms, agree, agree_on_batch
 from penstock.store.database import Database
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
@@ -50,8 +51,10 @@ class ServerContext:
         if name not in self.models_for(caller):
             raise UnknownModel(name, self.models_for(caller))
 
-    def terms(self, wanted: GenerationRequest, caller: Caller, record: RequestRecord) -> Terms:
+    def terms(self, wanted: GenerationRequest, caller: Caller, record: RequestRecord, tier: Tier) -> Terms:
         """Agree on how soon and before whom a request is served."""
+        if tier is Tier.BATCH:
+            return agree_on_batch(wanted, caller.terms)
         return agree(wanted, caller.terms, self.config.targets, record.arrival)
 
     def engine_info(self, caller: Caller) -> EngineInfo:

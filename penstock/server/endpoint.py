@@ -5,7 +5,7 @@ of what the routes do.
 """
 
 import enum
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ class Endpoint:
     summary: str
     tag: str
     takes: type[WireModel] | None = None
+    form: Mapping[str, Any] | None = None  # the schema of a multipart form, where it takes one
     gives: type[msgspec.Struct] | str = "application/json"  # a type, or only the media type
     streams: type[msgspec.Struct] | None = None  # the type of its server-sent events
     in_document: bool = True

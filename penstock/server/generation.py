@@ -6,7 +6,7 @@ Knows nothing of the API that the call came through.
 import msgspec
 
 from penstock.errors import InvalidParameter, PenstockError
-from penstock.request import SamplingParams
+from penstock.request import SamplingParams, Tier
 from penstock.server.answer import Answer, Choice, Prompt
 from penstock.server.context import ServerContext
 from penstock.server.terms import Terms
@@ -42,6 +42,7 @@ async def begin_answer(
         most_output_tokens=num_choices * sum(most_tokens),
         output_is_stated=params.max_tokens is not None,
         num_answers=num_choices * len(prompts),
+        tier=terms.tier,
     )
     # The engine knows the end of its own context, but not of a caller's.
     ends_itself = params.max_tokens is None and caller.terms.limits.longest_context is None
@@ -74,8 +75,11 @@ async def begin_answer(
     except BaseException as error:
         for choice in choices:
             choice.abort()
-        record.error_code = error.code if isinstance(error, PenstockError) else PenstockError.code
-        await charge.closed(record)
+        if terms.tier is Tier.BATCH:
+            charge.withdraw()  # it will be tried again
+        else:
+            record.error_code = error.code if isinstance(error, PenstockError) else PenstockError.code
+            await charge.closed(record)
         raise
     record.num_choices = len(choices)
     return Answer(prompts, choices, charge)

@@ -72,6 +72,18 @@ class ServerMetrics:
             "penstock_store_failures", "Transactions that the store did not take", registry=self._own
         )
 
+        self._batch_requests = Counter(
+            "penstock_batch_requests", "Runs of lines of batches, by outcome", ["outcome"], registry=self._own
+        )
+        self._batches = Counter("penstock_batches", "Batches ended, by status", ["status"], registry=self._own)
+
+    def count_batch_request(self, outcome: str) -> None:
+        """Count a line of a batch that was run: completed, failed, or postponed to be run again."""
+        self._batch_requests.labels(outcome).inc()
+
+    def count_batch(self, status: str) -> None:
+        self._batches.labels(status).inc()
+
     def count_cut(self, why: str) -> None:
         """Count a connection that the server ended before its client did."""
         self._cut.labels(why).inc()

@@ -55,7 +55,10 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         shape = {"in": "path", "required": True, "schema": {"type": "string"}}
         operation["parameters"] = [{"name": name, **shape} for name in names]
     if endpoint.takes is not None:
-        content = {"application/json": {"schema": _reference(endpoint.takes)}}
+        content: dict[str, Any] = {"application/json": {"schema": _reference(endpoint.takes)}}
+        operation["requestBody"] = {"required": True, "content": content}
+    if endpoint.form is not None:
+        content = {"multipart/form-data": {"schema": dict(endpoint.form)}}
         operation["requestBody"] = {"required": True, "content": content}
     return operation
 

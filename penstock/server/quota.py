@@ -11,6 +11,7 @@ from concurrent.futures import Executor
 
 from penstock.errors import EngineUnavailable, LimitReached, Overloaded, StoreUnavailable
 from penstock.protocol.errors import CATALOGUE
+from penstock.request import Tier
 from penstock.server.books import Books
 from penstock.server.metrics import ServerMetrics
 from penstock.store.buckets import Bucket
@@ -38,8 +39,22 @@ class Charge:
     def close(self, record: RequestRecord) -> None:
         """Book the outcome that the record tells of. Only the first time counts."""
         if self._written is None:
-            settlement = (self._lease, spent_by(record)) if self._lease is not None else None
+            settlement = _settlement(self._lease, record)
             self._written = self._meter.book(usage_of(record, self._tenant, self._model), settlement)
+
+    def hand_over(self, record: RequestRecord) -> tuple[Usage, tuple[Lease, Spent] | None]:
+        """Close it without booking: return what the caller then books itself, with whatever belongs to it."""
+        assert self._written is None, "an account is closed once"
+        self._written = asyncio.get_running_loop().create_future()
+        self._written.set_result(None)
+        self._meter.forget(self._lease)
+        return usage_of(record, self._tenant, self._model), _settlement(self._lease, record)
+
+    def withdraw(self) -> None:
+        """Close it as if the request had never been admitted, unless it is closed."""
+        if self._written is None:
+            settlement = (self._lease, Spent(requests=0)) if self._lease is not None else None
+            self._written = self._meter.book(None, settlement)
 
     async def closed(self, record: RequestRecord) -> None:
         """Book the outcome and wait until it is written, so that nothing that was answered can be lost.
@@ -72,22 +87,29 @@ class Meter:
         loop = asyncio.get_running_loop()
         outcome = await loop.run_in_executor(self._thread, self._quotas.admit, caller, need)
         if isinstance(outcome, Refusal):
-            self._metrics.count_limit_refusal(outcome.limit)
-            self.book(Usage(tenant=caller.tenant, model=model, day=day_of(time.time()), refused=1), None)
+            if need.tier is Tier.ONLINE:  # a batch only waits
+                self._metrics.count_limit_refusal(outcome.limit)
+                self.book(Usage(tenant=caller.tenant, model=model, day=day_of(time.time()), refused=1), None)
             raise LimitReached(
                 outcome.limit,
                 outcome.most,
                 retry_after_seconds=outcome.retry_after_seconds,
                 headers=rate_limit_headers(outcome.standing),
             )
-        self._held.add(outcome.id)
+        if outcome.tier is Tier.ONLINE:
+            self._held.add(outcome.id)
         return Charge(self, caller.tenant, model, outcome)
 
-    def book(self, usage: Usage, settlement: tuple[Lease, Spent] | None) -> "asyncio.Future[None]":
+    def forget(self, lease: Lease | None) -> None:
+        """Renew a lease no more."""
+        if lease is not None:
+            self._held.discard(lease.id)
+
+    def book(self, usage: Usage | None, settlement: tuple[Lease, Spent] | None) -> "asyncio.Future[None]":
         """Write an entry; the result is there when it is written."""
         if settlement is not None:
-            self._held.discard(settlement[0].id)
-        if self._books is not None:
+            self.forget(settlement[0])
+        if self._books is not None and (usage is not None or settlement is not None):
             return self._books.note(usage, settlement)
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         written.set_result(None)
@@ -100,6 +122,10 @@ class Meter:
             if self._held:
                 ids = sorted(self._held)
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._quotas.renew, ids)
+
+
+def _settlement(lease: Lease | None, record: RequestRecord) -> tuple[Lease, Spent] | None:
+    return None if lease is None else (lease, spent_by(record))
 
 
 def spent_by(record: RequestRecord) -> Spent:

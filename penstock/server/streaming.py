@@ -7,6 +7,7 @@ is an event of its own and the stream ends without [DONE]. Knows nothing of the 
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import aclosing
 
 import msgspec
@@ -116,13 +117,7 @@ class AnswerResponse(Response):
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
     async def _send_whole(self, send: Send) -> None:
-        pieces: dict[int, list[TextPiece]] = {choice.index: [] for choice in self._answer.choices}
-        async with aclosing(self._answer.batches()) as batches:
-            async for batch in batches:
-                self._note_first_token()
-                for choice, piece in batch:
-                    pieces[choice.index].append(piece)
-        texts = [(choice, _merged(pieces[choice.index])) for choice in self._answer.choices]
+        texts = await read_whole(self._answer, self._note_first_token)
         await self._book_outcome()
         await self._send_body(send, 200, self._reply.whole(texts, self._answer.usage()), [])
 
@@ -159,12 +154,28 @@ class AnswerResponse(Response):
             self._record.ttft_seconds = time.monotonic() - self._record.arrival
 
     def _note_outcome(self) -> None:
-        usage = self._answer.usage()
-        self._record.prompt_tokens = usage.prompt_tokens
-        self._record.cached_tokens = usage.prompt_tokens_details.cached_tokens
-        self._record.output_tokens = usage.completion_tokens
-        reasons = {str(choice.finish) for choice in self._answer.choices if choice.finish is not None}
-        self._record.finish = self._record.finish or ",".join(sorted(reasons))
+        note_outcome(self._record, self._answer)
+
+
+async def read_whole(answer: Answer, on_piece: Callable[[], None] = lambda: None) -> list[tuple[Choice, TextPiece]]:
+    """Return an answer to its end: one piece for each choice. Calls `on_piece` whenever something comes."""
+    pieces: dict[int, list[TextPiece]] = {choice.index: [] for choice in answer.choices}
+    async with aclosing(answer.batches()) as batches:
+        async for batch in batches:
+            on_piece()
+            for choice, piece in batch:
+                pieces[choice.index].append(piece)
+    return [(choice, _merged(pieces[choice.index])) for choice in answer.choices]
+
+
+def note_outcome(record: RequestRecord, answer: Answer) -> None:
+    """Write into a request's record what its answer cost so far and how it ended."""
+    usage = answer.usage()
+    record.prompt_tokens = usage.prompt_tokens
+    record.cached_tokens = usage.prompt_tokens_details.cached_tokens
+    record.output_tokens = usage.completion_tokens
+    reasons = {str(choice.finish) for choice in answer.choices if choice.finish is not None}
+    record.finish = record.finish or ",".join(sorted(reasons))
 
 
 def _merged(pieces: list[TextPiece]) -> TextPiece:

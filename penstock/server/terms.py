@@ -5,7 +5,7 @@ Knows nothing of HTTP or of how the engine keeps them.
 
 from dataclasses import dataclass
 
-from penstock.errors import InvalidParameter
+from penstock.errors import InvalidParameter, UnsupportedParameter
 from penstock.protocol.generation import GenerationRequest
 from penstock.request import MAX_PRIORITY, NO_TARGETS, Targets, Tier
 from penstock.tenants import KeyTerms
@@ -21,6 +21,14 @@ class Terms:
     deadline: float | None = None
     best_effort: bool = False
     tier: Tier = Tier.ONLINE
+
+
+def agree_on_batch(wanted: GenerationRequest, key: KeyTerms) -> Terms:
+    """Return the terms of a line of a batch: in idle capacity, within the batch's own window. Raises RequestError."""
+    for name in ("targets", "deadline_ms", "continue_from"):
+        if getattr(wanted, name) is not None:
+            raise UnsupportedParameter(name, "leave it out: a line of a batch is a whole request that nobody waits for")
+    return Terms(weight=key.weight, priority=_priority(wanted.priority, key.priority), tier=Tier.BATCH)
 
 
 def agree(wanted: GenerationRequest, key: KeyTerms, server: Targets, arrival: float) -> Terms:

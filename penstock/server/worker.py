@@ -26,6 +26,7 @@ from penstock.engine.client import EngineClient
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import EngineUnavailable, TemplateFailed
 from penstock.server.app import create_admin_app, create_app
+from penstock.server.batch.runner import BatchRunner
 from penstock.server.chat_template import ChatTemplate
 from penstock.server.connection import ConnectionLimits, connection_class, raise_file_limit
 from penstock.server.context import ServerContext, build_context
@@ -120,6 +121,7 @@ async def serve(setup: WorkerSetup) -> None:
     engine = await EngineClient.connect(setup.engine_socket, setup.identity.encode())
     template: ChatTemplate | None = None
     context: ServerContext | None = None
+    batches: BatchRunner | None = None
     try:
         tokenizer = Tokenizer.load(setup.files)
         template = await _start_template(setup.config.chat_template or tokenizer.chat_template, tokenizer)
@@ -133,8 +135,13 @@ async def serve(setup: WorkerSetup) -> None:
             shared_prefixes=await _share_prefixes(setup.config.shared_prefixes, tokenizer, template),
         )
         context.tenancy.start()
+        if context.tenancy.database is not None:
+            batches = BatchRunner(context, context.tenancy.database)
+            batches.start()
         await Worker(setup, context).run()
     finally:
+        if batches is not None:
+            await batches.close()
         if context is not None:
             await context.tenancy.close()
         if template is not None:

@@ -66,8 +66,12 @@ class InUse(msgspec.Struct, kw_only=True):
         self.requests = max(0.0, self.requests + requests)
         self.input_tokens = max(0.0, self.input_tokens + input_tokens)
         self.output_tokens = max(0.0, self.output_tokens + output_tokens)
+        self.add_to_day(input_tokens + output_tokens, day)
+
+    def add_to_day(self, tokens: int, day: str) -> None:
+        """Add to a day's tokens, if it is still that day."""
         if day == self.day:
-            self.day_tokens = max(0, self.day_tokens + input_tokens + output_tokens)
+            self.day_tokens = max(0, self.day_tokens + tokens)
 
     def buckets(self, limits: Limits) -> dict[str, Bucket]:
         """Return the buckets of the limits that there are, by the limit's name."""

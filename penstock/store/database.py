@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Table, create_engine, event, func, insert, inspect, select
+from sqlalchemy import Connection, Engine, Table, create_engine, event, func, inspect, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
@@ -72,6 +72,21 @@ class Database:
             return float(connection.execute(select(func.extract("epoch", func.clock_timestamp()))).scalar_one())
         return self._clock()
 
+    def flush(self) -> None:
+        """Bring what is committed to the disk now, also against a power cut. PostgreSQL does so with every commit."""
+        if self._engine.dialect.name != "sqlite":
+            return
+        # Commits are in the log beside the file, on which SQLite holds no lock that closing it here could end. Without
+        # a log they are in the file already, and that was flushed.
+        with contextlib.suppress(FileNotFoundError):
+            log = os.open(f"{self._engine.url.database}-wal", os.O_RDONLY)
+            try:
+                os.fsync(log)
+            except OSError as error:
+                raise StoreUnavailable("the store's disk does not work; try again in a moment") from error
+            finally:
+                os.close(log)
+
     def close(self) -> None:
         self._engine.dispose()
 
@@ -89,18 +104,26 @@ class Database:
         """Make the tables, once, however many processes start together. A store that has them is only read."""
         with self.reading() as connection:
             found = _schema_version(connection)
-        if found is None:
+        if found is None or found < SCHEMA_VERSION:
             with self.writing() as connection:
                 if connection.dialect.name == "postgresql":
                     connection.execute(select(func.pg_advisory_xact_lock(_SCHEMA_LOCK)))
-                found = _schema_version(connection)
-                if found is None:
-                    found = SCHEMA_VERSION
-                    metadata.create_all(connection)
-                    connection.execute(insert(state).values(id=1, schema_version=found, keys_version=1))
+                found = _bring_up_to_date(connection)
         if found != SCHEMA_VERSION:
             right = f"its tables are of version {found}, and this Penstock needs {SCHEMA_VERSION}; give another store"
             raise ConfigError("--store", shown(location), right)
+
+
+def _bring_up_to_date(connection: Connection) -> int:
+    """Make the tables that are not there; return the version that the store then has."""
+    found = _schema_version(connection)
+    if found is None or found < SCHEMA_VERSION:
+        metadata.create_all(connection)
+        row = insert_into(connection, state, {"id": 1, "schema_version": SCHEMA_VERSION, "keys_version": 1})
+        newer = {"schema_version": SCHEMA_VERSION}
+        connection.execute(row.on_conflict_do_update(index_elements=["id"], set_=newer))
+        found = SCHEMA_VERSION
+    return found
 
 
 def _schema_version(connection: Connection) -> int | None:

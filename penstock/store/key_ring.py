@@ -41,6 +41,17 @@ class KeyRing:
         self._known = known
         self.is_open = not keys and not needs_keys
 
+    def caller_named(self, tenant: str) -> Caller | None:
+        """Return a tenant's caller as its key is now; None: no key in force has this name."""
+        if tenant == OPEN_TENANT:
+            return Caller(OPEN_TENANT)  # what was taken in before there were keys is still done
+        now = self._clock()
+        for known in self._known.values():
+            for _, key, caller in known:
+                if caller.tenant == tenant and (key.expires_at is None or now < key.expires_at):
+                    return caller
+        return None
+
     def identify(self, authorization: str | None) -> Caller:
         """Return who sent this Authorization header. Raises NotAuthenticated."""
         if self.is_open:

@@ -14,6 +14,7 @@ import msgspec
 from sqlalchemy import Connection, delete, func, insert, select, update
 
 from penstock.errors import LimitTooSmall
+from penstock.request import Tier
 from penstock.store.buckets import Bucket, InUse
 from penstock.store.database import Database, insert_into
 from penstock.store.schema import leases, quotas
@@ -28,6 +29,7 @@ CONCURRENCY_RETRY_SECONDS = 1.0
 _FIRST_MEAN_OUTPUT_TOKENS = 256.0
 _MAX_IDS = 1000  # in one statement
 _LEARNING_RATE = 0.1
+_BATCH_LIMIT = "tokens_per_day"
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +39,7 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     most_output_tokens: int  # of all its answers together
     output_is_stated: bool  # else its tenant's usual answers are a better guess
     num_answers: int = 1
+    tier: Tier = Tier.ONLINE  # batch requests run in idle capacity: of all limits only the day's tokens hold for them
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +60,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
     output_tokens: int
     num_answers: int
+    tier: Tier
     standing: dict[str, Bucket]  # after the reservation, by the limit's name
 
 
@@ -85,12 +89,15 @@ class QuotaStore:
             is_set_back = now < in_use.at
             in_use.move_to(now, limits)
             output_tokens = _estimate(limits, need, in_use.mean_output_tokens)
-            refusal = _refusal(connection, caller, in_use, need.input_tokens, output_tokens)
+            refusal = _refusal(connection, caller, in_use, need, output_tokens)
             if refusal is not None:
                 if is_set_back:  # or the buckets would leak again only when the clock has caught up
                     _write(connection, caller.tenant, in_use)
                 return refusal
-            in_use.add(requests=1, input_tokens=need.input_tokens, output_tokens=output_tokens, day=in_use.day)
+            if need.tier is Tier.BATCH:
+                in_use.add_to_day(need.input_tokens + output_tokens, in_use.day)
+            else:
+                in_use.add(requests=1, input_tokens=need.input_tokens, output_tokens=output_tokens, day=in_use.day)
             _write(connection, caller.tenant, in_use)
             lease = Lease(
                 id=uuid.uuid4().hex,
@@ -100,11 +107,13 @@ class QuotaStore:
                 input_tokens=need.input_tokens,
                 output_tokens=output_tokens,
                 num_answers=need.num_answers,
+                tier=need.tier,
                 standing=in_use.buckets(limits),
             )
-            expires_at = in_use.at + LEASE_SECONDS
-            row = {"id": lease.id, "tenant": caller.tenant, "expires_at": expires_at}
-            connection.execute(insert(leases).values(row))
+            if need.tier is Tier.ONLINE:  # only those are counted; and who records a batch's results settles them once
+                expires_at = in_use.at + LEASE_SECONDS
+                row = {"id": lease.id, "tenant": caller.tenant, "expires_at": expires_at}
+                connection.execute(insert(leases).values(row))
             return lease
 
     def renew(self, ids: Sequence[str]) -> None:
@@ -128,7 +137,10 @@ def settle(database: Database, connection: Connection, ended: Iterable[tuple[Lea
         now = database.now(connection)
         for lease, spent in group:
             in_use.move_to(now, lease.limits)
-            if connection.execute(delete(leases).where(leases.c.id == lease.id)).rowcount:
+            if lease.tier is Tier.BATCH:
+                unused = lease.input_tokens + lease.output_tokens - spent.input_tokens - spent.output_tokens
+                in_use.add_to_day(-unused, lease.day)
+            elif connection.execute(delete(leases).where(leases.c.id == lease.id)).rowcount:
                 _apply(in_use, lease, spent)
         _write(connection, tenant, in_use)
 
@@ -154,6 +166,8 @@ def _check_fits(limits: Limits, need: Need) -> None:
         ("tokens_per_day", limits.tokens_per_day, need.input_tokens + stated, "max_tokens"),
     )
     for name, most, amount, param in amounts:
+        if need.tier is Tier.BATCH and name != _BATCH_LIMIT:
+            continue
         if most is not None and amount > most:
             raise LimitTooSmall(name, most, amount, param=param)
 
@@ -164,20 +178,20 @@ def _estimate(limits: Limits, need: Need, mean_output_tokens: float | None) -> i
     mean = _FIRST_MEAN_OUTPUT_TOKENS if mean_output_tokens is None else mean_output_tokens
     guesses = [need.most_output_tokens, math.ceil(mean) * need.num_answers]
     # A guess must not make a request wait for ever.
-    if limits.output_tokens_per_minute is not None:
+    if limits.output_tokens_per_minute is not None and need.tier is Tier.ONLINE:
         guesses.append(limits.output_tokens_per_minute)
     if limits.tokens_per_day is not None:
         guesses.append(limits.tokens_per_day - need.input_tokens)
     return min(guesses)
 
 
-def _refusal(
-    connection: Connection, caller: Caller, in_use: InUse, input_tokens: int, output_tokens: int
-) -> Refusal | None:
+def _refusal(connection: Connection, caller: Caller, in_use: InUse, need: Need, output_tokens: int) -> Refusal | None:
     limits, tenant = caller.terms.limits, caller.tenant
-    waits = in_use.waits(limits, input_tokens=input_tokens, output_tokens=output_tokens)
+    waits = in_use.waits(limits, input_tokens=need.input_tokens, output_tokens=output_tokens)
     connection.execute(delete(leases).where(leases.c.tenant == tenant, leases.c.expires_at <= in_use.at))
-    if limits.concurrent_requests is not None:
+    if need.tier is Tier.BATCH:
+        waits = {name: seconds for name, seconds in waits.items() if name == _BATCH_LIMIT}
+    elif limits.concurrent_requests is not None:
         running = connection.execute(select(func.count()).select_from(leases).where(leases.c.tenant == tenant))
         is_full = running.scalar_one() >= limits.concurrent_requests
         waits["concurrent_requests"] = CONCURRENCY_RETRY_SECONDS if is_full else 0.0

@@ -4,11 +4,26 @@ One version number stands in the store itself; a store of another version is ref
 nothing of what the rows mean.
 """
 
-from sqlalchemy import BigInteger, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+)
 
-SCHEMA_VERSION = 1
+# 2: files and batches. So far versions only added tables, and an older store is given those it lacks.
+SCHEMA_VERSION = 2
 
 _NAME = 64
+_ID = 64
 
 metadata = MetaData()
 
@@ -76,4 +91,67 @@ usage = Table(
     Column("output_tokens", BigInteger, nullable=False),
     Column("refused", BigInteger, nullable=False),
     Column("errors", BigInteger, nullable=False),
+)
+
+# A file is there for its tenant once it is complete; see `files`.
+files = Table(
+    "penstock_files",
+    metadata,
+    Column("id", String(_ID), primary_key=True),
+    Column("tenant", String(_NAME), nullable=False),
+    Column("filename", String(255), nullable=False),
+    Column("purpose", String(32), nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+    Column("created_at", Float(53), nullable=False),
+    Column("is_complete", Boolean, nullable=False),
+    Index("penstock_files_of_tenant", "tenant", "created_at", "id"),
+)
+
+file_chunks = Table(
+    "penstock_file_chunks",
+    metadata,
+    Column("file_id", String(_ID), primary_key=True),
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("data", LargeBinary, nullable=False),
+)
+
+# Who works on a batch holds it until `held_until`, and each holder has a larger `term` than the one before.
+batches = Table(
+    "penstock_batches",
+    metadata,
+    Column("id", String(_ID), primary_key=True),
+    Column("tenant", String(_NAME), nullable=False),
+    Column("endpoint", String(64), nullable=False),
+    Column("model", String(255)),  # null: its file has none, which will be told
+    Column("completion_window", String(16), nullable=False),
+    Column("labels", Text, nullable=False),  # JSON of what the API calls metadata
+    Column("status", String(16), nullable=False),
+    Column("input_file_id", String(_ID), nullable=False),
+    Column("output_file_id", String(_ID)),
+    Column("error_file_id", String(_ID)),
+    Column("errors", Text, nullable=False),  # JSON of what is wrong with the file
+    Column("created_at", Float(53), nullable=False),
+    Column("expires_at", Float(53), nullable=False),
+    Column("moments", Text, nullable=False),  # JSON: status to the Unix time at which it began
+    Column("num_rows", Integer, nullable=False),
+    Column("num_completed", Integer, nullable=False),
+    Column("num_failed", Integer, nullable=False),
+    Column("term", BigInteger, nullable=False),
+    Column("held_until", Float(53), nullable=False),
+    Index("penstock_batches_of_tenant", "tenant", "created_at", "id"),
+    Index("penstock_batches_by_status", "status", "created_at"),
+)
+
+# One row for each line of a batch that has not ended; see `batch_work`.
+batch_rows = Table(
+    "penstock_batch_rows",
+    metadata,
+    Column("batch_id", String(_ID), primary_key=True),
+    Column("line", Integer, primary_key=True, autoincrement=False),
+    Column("custom_id", String(512), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("attempts", Integer, nullable=False),
+    Column("body", Text, nullable=False),
+    Column("result", Text),  # the line of the output or error file
+    Index("penstock_batch_rows_by_state", "batch_id", "state", "line"),
 )

@@ -8,6 +8,8 @@ from starlette.responses import Response
 
 from penstock.protocol.frames import FRAMES_HEADER
 from penstock.protocol.openai_chat import ChatChunk, ChatCompletion, ChatRequest
+from penstock.request import Tier
+from penstock.server.answer import Answer
 from penstock.server.body import read_request
 from penstock.server.chat_reply import ChatReply
 from penstock.server.context import ServerContext
@@ -16,57 +18,23 @@ from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
 from penstock.server.generation import begin_answer
 from penstock.server.prompt import chat_prompt, check_answer_fits, check_prompt
 from penstock.server.streaming import AnswerResponse
+from penstock.telemetry import RequestRecord
+from penstock.tenants import Caller
 
 
 def endpoints(context: ServerContext) -> list[Endpoint]:
     async def create(request: Request) -> Response:
         record, caller = record_of(request), caller_of(request)
         chat = await read_request(request, ChatRequest, context.config.max_body_bytes)
-        context.check_model(chat.model, caller)
-        begun = chat.continue_from
-        record.model, record.stream, record.completion_id = (
-            chat.model,
-            chat.wants_stream,
-            f"chatcmpl-{uuid.uuid4().hex}",
-        )
-        chat.check_stream_options()
-        info = context.engine_info(caller)
-        max_tokens, num_logprobs = chat.answer_limit(), chat.num_logprobs()
-        params = chat.sampling_params(max_tokens=max_tokens, logprobs=num_logprobs)
-        params.validate(info.vocab_size)
-        terms = context.terms(chat, caller, record)
-        prompt = await chat_prompt(context, chat.messages, info)
-        check_prompt(prompt, info, param="messages")
-        limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
-        check_answer_fits(prompt, max_tokens, info, param=limit_name)
-        answer_so_far = check_continuation(chat, params, [prompt], info)
-        framed = framed_params(request.headers.get(FRAMES_HEADER), chat, params, chat.num_choices)
-        reply = ChatReply(
-            begun.id if begun is not None else record.completion_id,
-            begun.created if begun is not None else int(time.time()),
-            chat.model,
-            context.tokenizer,
-            with_logprobs=num_logprobs is not None,
-            with_usage=chat.wants_usage_chunk,
-            begun_elsewhere=begun is not None,
-        )
-        answer = await begin_answer(
-            context,
-            caller,
-            record,
-            [prompt],
-            framed or params,
-            terms=terms,
-            num_choices=chat.num_choices,
-            answer_so_far=answer_so_far,
-        )
+        frames = request.headers.get(FRAMES_HEADER)
+        answer, reply, is_framed = await begin_chat(context, caller, record, chat, frames=frames)
         return AnswerResponse(
             answer,
             reply,
             stream=chat.wants_stream,
             record=record,
             answers=context.answers,
-            framed=framed is not None,
+            framed=is_framed,
         )
 
     return [
@@ -82,3 +50,57 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
             streams=ChatChunk,
         )
     ]
+
+
+async def begin_chat(
+    context: ServerContext,
+    caller: Caller,
+    record: RequestRecord,
+    chat: ChatRequest,
+    *,
+    frames: str | None = None,
+    tier: Tier = Tier.ONLINE,
+) -> tuple[Answer, ChatReply, bool]:
+    """Check a request and start its answer, which the caller must deliver or abort. Raises PenstockError.
+
+    Also returns whether it goes in frames, which `frames`, a header, asks for.
+    """
+    context.check_model(chat.model, caller)
+    begun = chat.continue_from
+    record.model, record.stream, record.completion_id = (
+        chat.model,
+        chat.wants_stream,
+        f"chatcmpl-{uuid.uuid4().hex}",
+    )
+    chat.check_stream_options()
+    info = context.engine_info(caller)
+    max_tokens, num_logprobs = chat.answer_limit(), chat.num_logprobs()
+    params = chat.sampling_params(max_tokens=max_tokens, logprobs=num_logprobs)
+    params.validate(info.vocab_size)
+    terms = context.terms(chat, caller, record, tier)
+    prompt = await chat_prompt(context, chat.messages, info)
+    check_prompt(prompt, info, param="messages")
+    limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
+    check_answer_fits(prompt, max_tokens, info, param=limit_name)
+    answer_so_far = check_continuation(chat, params, [prompt], info)
+    framed = framed_params(frames, chat, params, chat.num_choices)
+    reply = ChatReply(
+        begun.id if begun is not None else record.completion_id,
+        begun.created if begun is not None else int(time.time()),
+        chat.model,
+        context.tokenizer,
+        with_logprobs=num_logprobs is not None,
+        with_usage=chat.wants_usage_chunk,
+        begun_elsewhere=begun is not None,
+    )
+    answer = await begin_answer(
+        context,
+        caller,
+        record,
+        [prompt],
+        framed or params,
+        terms=terms,
+        num_choices=chat.num_choices,
+        answer_so_far=answer_so_far,
+    )
+    return answer, reply, framed is not None

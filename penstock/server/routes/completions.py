@@ -9,8 +9,8 @@ from starlette.responses import Response
 from penstock.engine.messages import EngineInfo
 from penstock.protocol.frames import FRAMES_HEADER
 from penstock.protocol.openai_completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
-from penstock.request import SamplingParams
-from penstock.server.answer import Prompt
+from penstock.request import SamplingParams, Tier
+from penstock.server.answer import Answer, Prompt
 from penstock.server.body import read_request
 from penstock.server.completion_reply import CompletionReply
 from penstock.server.context import ServerContext
@@ -19,60 +19,23 @@ from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
 from penstock.server.generation import begin_answer
 from penstock.server.prompt import check_answer_fits, check_prompt, text_prompt
 from penstock.server.streaming import AnswerResponse
+from penstock.telemetry import RequestRecord
+from penstock.tenants import Caller
 
 
 def endpoints(context: ServerContext) -> list[Endpoint]:
     async def create(request: Request) -> Response:
         record, caller = record_of(request), caller_of(request)
         wanted = await read_request(request, CompletionRequest, context.config.max_body_bytes)
-        context.check_model(wanted.model, caller)
-        record.model, record.stream, record.completion_id = (
-            wanted.model,
-            wanted.wants_stream,
-            f"cmpl-{uuid.uuid4().hex}",
-        )
-        wanted.check_stream_options()
-        wanted.check_combinations()
-        info = context.engine_info(caller)
-        params = _params(wanted)
-        params.validate(info.vocab_size)
-        terms = context.terms(wanted, caller, record)
-        prompts = [await _prompt(context, prompt, info) for prompt in wanted.prompt]
-        for prompt in prompts:
-            check_prompt(prompt, info, param="prompt")
-            check_answer_fits(prompt, wanted.max_tokens, info, param="max_tokens")
-        begun = wanted.continue_from
-        answer_so_far = check_continuation(wanted, params, prompts, info)
-        num_answers = len(prompts) * wanted.num_choices
-        framed = framed_params(request.headers.get(FRAMES_HEADER), wanted, params, num_answers)
-        reply = CompletionReply(
-            begun.id if begun is not None else record.completion_id,
-            begun.created if begun is not None else int(time.time()),
-            wanted.model,
-            context.tokenizer,
-            with_logprobs=wanted.logprobs is not None,
-            with_usage=wanted.wants_usage_chunk,
-            echo=bool(wanted.echo),
-            begun_elsewhere=begun is not None,
-        )
-        answer = await begin_answer(
-            context,
-            caller,
-            record,
-            prompts,
-            framed or params,
-            terms=terms,
-            num_choices=wanted.num_choices,
-            only_scores_prompt=wanted.only_scores_prompt,
-            answer_so_far=answer_so_far,
-        )
+        frames = request.headers.get(FRAMES_HEADER)
+        answer, reply, is_framed = await begin_completion(context, caller, record, wanted, frames=frames)
         return AnswerResponse(
             answer,
             reply,
             stream=wanted.wants_stream,
             record=record,
             answers=context.answers,
-            framed=framed is not None,
+            framed=is_framed,
         )
 
     return [
@@ -88,6 +51,63 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
             streams=Completion,
         )
     ]
+
+
+async def begin_completion(
+    context: ServerContext,
+    caller: Caller,
+    record: RequestRecord,
+    wanted: CompletionRequest,
+    *,
+    frames: str | None = None,
+    tier: Tier = Tier.ONLINE,
+) -> tuple[Answer, CompletionReply, bool]:
+    """Check a request and start its answer, which the caller must deliver or abort. Raises PenstockError.
+
+    Also returns whether it goes in frames, which `frames`, a header, asks for.
+    """
+    context.check_model(wanted.model, caller)
+    record.model, record.stream, record.completion_id = (
+        wanted.model,
+        wanted.wants_stream,
+        f"cmpl-{uuid.uuid4().hex}",
+    )
+    wanted.check_stream_options()
+    wanted.check_combinations()
+    info = context.engine_info(caller)
+    params = _params(wanted)
+    params.validate(info.vocab_size)
+    terms = context.terms(wanted, caller, record, tier)
+    prompts = [await _prompt(context, prompt, info) for prompt in wanted.prompt]
+    for prompt in prompts:
+        check_prompt(prompt, info, param="prompt")
+        check_answer_fits(prompt, wanted.max_tokens, info, param="max_tokens")
+    begun = wanted.continue_from
+    answer_so_far = check_continuation(wanted, params, prompts, info)
+    num_answers = len(prompts) * wanted.num_choices
+    framed = framed_params(frames, wanted, params, num_answers)
+    reply = CompletionReply(
+        begun.id if begun is not None else record.completion_id,
+        begun.created if begun is not None else int(time.time()),
+        wanted.model,
+        context.tokenizer,
+        with_logprobs=wanted.logprobs is not None,
+        with_usage=wanted.wants_usage_chunk,
+        echo=bool(wanted.echo),
+        begun_elsewhere=begun is not None,
+    )
+    answer = await begin_answer(
+        context,
+        caller,
+        record,
+        prompts,
+        framed or params,
+        terms=terms,
+        num_choices=wanted.num_choices,
+        only_scores_prompt=wanted.only_scores_prompt,
+        answer_so_far=answer_so_far,
+    )
+    return answer, reply, framed is not None
 
 
 def _params(wanted: CompletionRequest) -> SamplingParams:

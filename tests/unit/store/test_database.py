@@ -9,8 +9,11 @@ from sqlalchemy import select, update
 
 from penstock.errors import ConfigError, StoreUnavailable
 from penstock.store.database import Database, exists
+from penstock.store.files import FileStore
+from penstock.store.keys import KeyStore
 from penstock.store.location import default_location, shown
-from penstock.store.schema import SCHEMA_VERSION, state
+from penstock.store.schema import SCHEMA_VERSION, batch_rows, batches, file_chunks, files, state
+from penstock.tenants import KeyTerms
 
 
 def version(database):
@@ -44,6 +47,19 @@ def test_many_may_open_a_new_store_together(any_location):
     for thread in threads:
         thread.join(30)
     assert failures == []
+
+
+def test_an_older_store_gets_the_tables_that_it_lacks(any_location):
+    with contextlib.closing(Database.open(any_location)) as database:
+        KeyStore(database).create("alice", KeyTerms())
+        with database.writing() as connection:
+            connection.execute(update(state).values(schema_version=1))
+            for table in (batch_rows, batches, file_chunks, files):
+                table.drop(connection)
+    with contextlib.closing(Database.open(any_location)) as database:
+        assert version(database) == SCHEMA_VERSION
+        assert [key.name for key in KeyStore(database).list()] == ["alice"]
+        assert FileStore(database).list("alice", after=None, limit=1) == []
 
 
 def test_a_store_of_another_version_is_refused(any_location):

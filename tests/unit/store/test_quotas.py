@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import LimitTooSmall
+from penstock.request import Tier
 from penstock.store.buckets import InUse
 from penstock.store.database import Database
 from penstock.store.ledger import UsageLedger
@@ -348,3 +349,39 @@ def test_threads_never_run_more_requests_at_once_than_allowed(any_database):
     assert ended > 3
     for _ in range(3):
         admitted(QuotaStore(any_database).admit(alice, need()))
+
+
+# ---------------------------------------------------------------- batches
+
+
+def batch_need(input_tokens=10, output=10):
+    return Need(input_tokens=input_tokens, most_output_tokens=output, output_is_stated=True, tier=Tier.BATCH)
+
+
+def test_a_batch_takes_nothing_from_the_minute(sqlite_database, quotas):
+    limits = {"requests_per_minute": 1, "input_tokens_per_minute": 10, "concurrent_requests": 1, "tokens_per_day": 1000}
+    alice = caller(**limits)
+    leases = [admitted(quotas.admit(alice, batch_need())) for _ in range(5)]
+    online = admitted(quotas.admit(alice, need()))
+    assert refused(quotas.admit(alice, need())).limit == "requests_per_minute"
+    for lease in leases:
+        end(sqlite_database, lease, input_tokens=10, output_tokens=5)
+    assert refused(quotas.admit(alice, need())).limit == "requests_per_minute", "and gives it nothing back"
+    end(sqlite_database, online, input_tokens=10, output_tokens=10)
+
+
+def test_a_batch_reserves_of_the_day_and_is_settled_with_the_truth(sqlite_database, quotas):
+    alice = caller(tokens_per_day=50)
+    leases = [admitted(quotas.admit(alice, batch_need())) for _ in range(2)]
+    refusal = refused(quotas.admit(alice, batch_need()))
+    assert (refusal.limit, refusal.retry_after_seconds) == ("tokens_per_day", 43200.0)
+    end(sqlite_database, leases[0], input_tokens=5, output_tokens=5)
+    end(sqlite_database, leases[1], requests=0)
+    # Ten are used.
+    assert isinstance(quotas.admit(alice, batch_need(20, 20)), Lease)
+    assert isinstance(quotas.admit(alice, batch_need(1, 1)), Refusal)
+
+
+def test_a_batch_larger_than_the_day_is_told(quotas):
+    with pytest.raises(LimitTooSmall, match="tokens_per_day"):
+        quotas.admit(caller(tokens_per_day=50), batch_need(50, 1))

@@ -1,0 +1,109 @@
+"""From the bytes of an input file to lines that can be run, or to what is wrong with them.
+
+Checks what makes a line a line of its batch; its body is checked when its turn comes, as any request's. Knows nothing
+of the store.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from penstock.protocol.openai_batches import MAX_LINES, BodyModel, InputLine
+from penstock.store.batch_work import NewRow
+from penstock.store.batches import InputError
+
+_MAX_ERRORS = 50  # as many as a person would read
+# Around a body: the names, the endpoint and the longest custom_id.
+_ENVELOPE_BYTES = 8192
+
+
+class LineTooLong(Exception):
+    """A line that is not read to its end."""
+
+
+class WrongLine(Exception):
+    """A line that cannot be run: a code, a sentence and, where there is one, the field."""
+
+
+class InputFile:
+    """One pass over a file. Read `rows` to the end, then see `errors`: with any, the rows mean nothing."""
+
+    def __init__(self, pieces: Iterable[bytes], endpoint: str, model: str | None, max_body_bytes: int) -> None:
+        self.errors: list[InputError] = []
+        self._pieces = pieces
+        self._endpoint = endpoint
+        self._model = model
+        self._max_line_bytes = max_body_bytes + _ENVELOPE_BYTES
+        self._seen: set[str] = set()
+
+    def rows(self) -> Iterator[NewRow]:
+        """Yield the lines that are right. Numbers count from 1, empty lines too, as an editor counts."""
+        number = 0
+        try:
+            for number, text in enumerate(split_lines(self._pieces, self._max_line_bytes), start=1):
+                if len(self.errors) >= _MAX_ERRORS:
+                    return
+                if not text.strip():
+                    continue
+                if len(self._seen) >= MAX_LINES:
+                    self._note(None, "too_many_lines", f"the file has more than {MAX_LINES} requests; split it")
+                    return
+                try:
+                    yield self._check(number, text)
+                except WrongLine as wrong:
+                    self._note(number, *wrong.args)
+        except LineTooLong:
+            limit = f"more than {self._max_line_bytes} bytes"
+            self._note(number + 1, "line_too_long", f"this line has {limit}; make it shorter")
+        if not self._seen and not self.errors:
+            self._note(None, "empty_file", "the file has no lines; give one request on each")
+
+    def _check(self, number: int, text: bytes) -> NewRow:
+        try:
+            line = msgspec.json.decode(text, type=InputLine)
+        except msgspec.ValidationError as error:
+            raise WrongLine("invalid_line", f"this line is not a request of a batch: {error}") from None
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise WrongLine("invalid_json_line", "this line is not valid JSON") from None
+        if line.url != self._endpoint:
+            raise WrongLine("mismatched_url", f"give the batch's endpoint, {self._endpoint}", "url")
+        if line.custom_id in self._seen:
+            raise WrongLine("duplicate_custom_id", "another line has this custom_id", "custom_id")
+        try:
+            model = msgspec.json.decode(line.body, type=BodyModel).model
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise WrongLine("invalid_body", "the body must be an object that names its model", "body.model") from None
+        if model != self._model:
+            raise WrongLine("mismatched_model", "all lines must name the first one's model", "body.model")
+        self._seen.add(line.custom_id)
+        return NewRow(number, line.custom_id, bytes(line.body).decode())
+
+    def _note(self, line: int | None, code: str, message: str, param: str | None = None) -> None:
+        self.errors.append(InputError(code, message, line, param))
+
+
+def first_model(pieces: Iterable[bytes], max_body_bytes: int) -> str | None:
+    """Return the model that a file's first request names; None where that cannot be told."""
+    try:
+        for text in split_lines(pieces, max_body_bytes + _ENVELOPE_BYTES):
+            if text.strip():
+                line = msgspec.json.decode(text, type=InputLine)
+                return msgspec.json.decode(line.body, type=BodyModel).model
+    except (LineTooLong, msgspec.DecodeError, UnicodeDecodeError):
+        pass
+    return None
+
+
+def split_lines(pieces: Iterable[bytes], max_bytes: int) -> Iterator[bytes]:
+    """Yield the lines of a text that comes in pieces, without their ends. Raises LineTooLong."""
+    waiting = b""
+    for piece in pieces:
+        *whole, waiting = (waiting + piece).split(b"\n")
+        for line in whole:
+            if len(line) > max_bytes:
+                raise LineTooLong
+            yield line
+        if len(waiting) > max_bytes:
+            raise LineTooLong
+    if waiting:
+        yield waiting

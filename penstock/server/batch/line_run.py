@@ -1,0 +1,137 @@
+"""One line of a batch, run as the same request would be online, and how it ended.
+
+Nothing is booked here: the cost travels with the result, so that both are written together or not at all. Knows
+nothing of the batch's other lines.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from dataclasses import dataclass
+
+import msgspec
+
+from penstock.errors import (
+    EngineFailed,
+    EngineUnavailable,
+    Overloaded,
+    PenstockError,
+    StoreUnavailable,
+    UnsupportedParameter,
+)
+from penstock.protocol.errors import reply_for
+from penstock.protocol.openai_batches import LineError, LineResponse, ResultLine
+from penstock.protocol.openai_chat import ChatRequest
+from penstock.protocol.openai_completions import CompletionRequest
+from penstock.protocol.wire import parse_request
+from penstock.request import Tier
+from penstock.server.answer import Answer
+from penstock.server.context import ServerContext
+from penstock.server.routes.chat import begin_chat
+from penstock.server.routes.completions import begin_completion
+from penstock.server.streaming import Reply, note_outcome, read_whole
+from penstock.store.batch_work import MAX_ATTEMPTS, EndedRow, RowEnd, RunningRow
+from penstock.telemetry import RequestRecord
+from penstock.tenants import Caller
+
+_UNKNOWN_WAIT_SECONDS = 1.0
+
+log = logging.getLogger("penstock.batch")
+
+
+@dataclass(frozen=True, slots=True)
+class Postponed:
+    """A line that must run again: after so many seconds, and whether this try counts."""
+
+    line: int
+    wait_seconds: float
+    counts: bool
+    is_crowded: bool = False  # the engine had no place
+
+
+async def run_line(
+    context: ServerContext, caller: Caller, batch_id: str, endpoint: str, row: RunningRow
+) -> RowEnd | Postponed:
+    """Run a line to its end. Cancelled, it leaves nothing behind."""
+    record = RequestRecord(
+        request_id=uuid.uuid4().hex, method="POST", path=endpoint, arrival=time.monotonic(), tenant=caller.tenant
+    )
+    answer: Answer | None = None
+    try:
+        if row.attempts > MAX_ATTEMPTS:
+            raise EngineFailed(f"this request was under way {MAX_ATTEMPTS} times when something failed")
+        answer, reply = await _begin(context, caller, record, endpoint, row.body)
+        texts = await read_whole(answer)
+        body = reply.whole(texts, answer.usage())
+        note_outcome(record, answer)
+        return _end(batch_id, row, record, answer, 200, body)
+    except (Overloaded, EngineUnavailable, StoreUnavailable) as error:
+        wait = error.retry_after_seconds if isinstance(error, Overloaded) else _UNKNOWN_WAIT_SECONDS
+        return Postponed(row.line, wait, counts=False, is_crowded=error.code == Overloaded.code)
+    except EngineFailed as error:
+        if row.attempts < MAX_ATTEMPTS:
+            return Postponed(row.line, 0.0, counts=True)
+        return _fail(batch_id, row, record, answer, error)
+    except PenstockError as error:
+        return _fail(batch_id, row, record, answer, error)
+    except Exception as error:
+        log.exception("a line of a batch could not be run (batch %s, line %d)", batch_id, row.line)
+        return _fail(batch_id, row, record, answer, error)
+    finally:
+        if answer is not None:
+            answer.abort()
+            answer.charge.withdraw()
+
+
+async def _begin(
+    context: ServerContext, caller: Caller, record: RequestRecord, endpoint: str, body: str
+) -> tuple[Answer, Reply]:
+    kind = ChatRequest if endpoint == "/v1/chat/completions" else CompletionRequest
+    # Bodies may be megabytes: others' streams go on meanwhile.
+    wanted = await asyncio.to_thread(parse_request, kind, body.encode())
+    if wanted.wants_stream:
+        raise UnsupportedParameter("stream", "leave it out of a batch")
+    if isinstance(wanted, ChatRequest):
+        chat, chat_reply, _ = await begin_chat(context, caller, record, wanted, tier=Tier.BATCH)
+        return chat, chat_reply
+    assert isinstance(wanted, CompletionRequest)
+    completion, completion_reply, _ = await begin_completion(context, caller, record, wanted, tier=Tier.BATCH)
+    return completion, completion_reply
+
+
+def _fail(batch_id: str, row: RunningRow, record: RequestRecord, answer: Answer | None, error: Exception) -> RowEnd:
+    reply = reply_for(error)
+    record.error_code = reply.code
+    return _end(batch_id, row, record, answer, reply.status, reply.body)
+
+
+def _end(
+    batch_id: str, row: RunningRow, record: RequestRecord, answer: Answer | None, status: int, body: bytes
+) -> RowEnd:
+    response = LineResponse(status_code=status, request_id=record.request_id, body=msgspec.Raw(body))
+    result = ResultLine(id=_line_id(batch_id, row.line), custom_id=row.custom_id, response=response)
+    usage, settlement = answer.charge.hand_over(record) if answer is not None else (None, None)
+    return RowEnd(
+        line=row.line,
+        is_completed=status == 200,
+        result=msgspec.json.encode(result).decode(),
+        usage=usage,
+        settlement=settlement,
+    )
+
+
+def result_line(batch_id: str, row: EndedRow, *, is_cancelled: bool) -> bytes:
+    """Return a line of an output or error file, also of what never ran."""
+    if row.result is not None:
+        return row.result.encode() + b"\n"
+    error = LineError(code="batch_expired", message="the completion window ended before this request could run")
+    if is_cancelled:
+        error = LineError(code="batch_cancelled", message="the batch was cancelled before this request could run")
+    return (
+        msgspec.json.encode(ResultLine(id=_line_id(batch_id, row.line), custom_id=row.custom_id, error=error)) + b"\n"
+    )
+
+
+def _line_id(batch_id: str, line: int) -> str:
+    return f"batch_req_{batch_id.removeprefix('batch_')}_{line}"

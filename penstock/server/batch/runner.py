@@ -1,0 +1,111 @@
+"""Works on batches in one API worker: takes what nobody holds, and runs a few side by side.
+
+One batch of a tenant at a time, so that one tenant's many do not keep others' waiting. Any number of workers and
+servers on one store may do this; a batch is held by one. Knows nothing of what is in a batch.
+"""
+
+import asyncio
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from penstock.errors import StoreUnavailable
+from penstock.server.batch.held_batch import HeldBatch
+from penstock.server.batch.window import Window
+from penstock.server.context import ServerContext
+from penstock.store.batch_work import BatchWork
+from penstock.store.batches import StoredBatch
+from penstock.store.database import Database
+from penstock.store.files import FileStore
+from penstock.telemetry import log_event
+
+_POLL_SECONDS = 0.5
+_SWEEP_SECONDS = 600.0
+_MAX_HELD = 4
+
+log = logging.getLogger("penstock.batch")
+
+
+class BatchRunner:
+    """Make it, `start` it in an event loop, and `close` it there before the store."""
+
+    def __init__(self, context: ServerContext, database: Database, *, poll_seconds: float = _POLL_SECONDS) -> None:
+        self._context = context
+        self._work = BatchWork(database)
+        self._files = FileStore(database)
+        # For each batch one that reads or writes files, and one that holds on to it meanwhile.
+        self._threads = ThreadPoolExecutor(2 * _MAX_HELD, thread_name_prefix="batches")
+        self._poll_seconds = poll_seconds
+        self._window = Window()
+        self._held: dict[asyncio.Task[None], HeldBatch] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._is_failing = False
+        self._swept_at = time.monotonic()
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Let go of every batch, so that others go on with it at once."""
+        tasks = [*self._held, *([] if self._task is None else [self._task])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._threads.shutdown()
+
+    async def _run(self) -> None:
+        while not self._context.answers.draining:
+            for task in [task for task in self._held if task.done()]:
+                del self._held[task]
+                _report(task)
+            if len(self._held) < _MAX_HELD and self._context.engine.connected:
+                batch = await self._take()
+                if batch is not None:
+                    self._hold(batch)
+                    continue
+            await asyncio.sleep(self._poll_seconds)
+
+    def _hold(self, batch: StoredBatch) -> None:
+        held = HeldBatch(
+            batch,
+            self._context,
+            self._work,
+            self._files,
+            threads=self._threads,
+            window=self._window,
+            share=lambda: max(1, self._window.size // max(1, len(self._held))),
+        )
+        self._held[asyncio.create_task(held.run())] = held
+
+    async def _take(self) -> StoredBatch | None:
+        tenants = {held.batch.tenant for held in self._held.values()}
+        try:
+            found = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._work.take, self._is_ours, tenants
+            )
+            await self._sweep()
+        except StoreUnavailable as error:
+            self._context.metrics.count_store_failure()
+            if not self._is_failing:
+                log_event(log, f"no batch is worked on for now: {error}", level=logging.ERROR)
+            self._is_failing = True
+            return None
+        self._is_failing = False
+        return found
+
+    async def _sweep(self) -> None:
+        if time.monotonic() - self._swept_at > _SWEEP_SECONDS:
+            self._swept_at = time.monotonic()
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._files.sweep)
+
+    def _is_ours(self, tenant: str, model: str | None) -> bool:
+        """Whether the model is served here, and its tenant known. What names no model anybody may turn down."""
+        if self._context.tenancy.ring.caller_named(tenant) is None:
+            return False
+        return model is None or model in self._context.served_names
+
+
+def _report(task: "asyncio.Task[None]") -> None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        log.error("a batch could not be worked on, and will be tried again", exc_info=error)

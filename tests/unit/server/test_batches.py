@@ -1,0 +1,276 @@
+"""Batches in one API worker over the fake engine: what runs, waits, is tried again and is paid."""
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from penstock.engine.messages import TokenEvent
+from penstock.errors import EngineFailed
+from penstock.request import FinishReason, Tier
+from penstock.server.batch.runner import BatchRunner
+from penstock.server.batch.window import FEWEST, MOST, Window
+from penstock.store.batch_work import MAX_ATTEMPTS
+from penstock.store.database import Database
+from penstock.store.keys import KeyStore
+from penstock.store.ledger import UsageLedger
+from penstock.tenants import KeyTerms, Limits
+from tests.unit.server.conftest import MODEL, running_service, until
+from tests.unit.server.openai_schema import check
+
+URL = "/v1/completions"
+
+
+def line(custom_id, **changes):
+    body = {"model": MODEL, "prompt": "hi", "max_tokens": 3, **changes}
+    return {"custom_id": custom_id, "method": "POST", "url": URL, "body": body}
+
+
+class Desk:
+    """A worker with its batch runner, and one tenant's calls to it."""
+
+    def __init__(self, service, key):
+        self.service = service
+        self.headers = {} if key is None else {"authorization": f"Bearer {key}"}
+
+    async def call(self, method, path, **request):
+        response = await self.service.client.request(method, f"/v1{path}", headers=self.headers, **request)
+        assert response.status_code == 200, response.text
+        return response
+
+    async def start(self, *lines):
+        content = "".join(json.dumps(item) + "\n" for item in lines).encode()
+        files = {"file": ("in.jsonl", content)}
+        file = (await self.call("POST", "/files", files=files, data={"purpose": "batch"})).json()
+        body = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h"}
+        return (await self.call("POST", "/batches", json=body)).json()["id"]
+
+    async def look(self, batch_id):
+        return (await self.call("GET", f"/batches/{batch_id}")).json()
+
+    async def ended(self, batch_id):
+        for _ in range(600):
+            batch = await self.look(batch_id)
+            if batch["status"] in ("completed", "failed", "cancelled", "expired"):
+                return batch
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"the batch did not end: {batch}")
+
+    async def results(self, file_id):
+        return [json.loads(text) for text in (await self.call("GET", f"/files/{file_id}/content")).text.splitlines()]
+
+    def ledger(self):
+        return UsageLedger(self.service.context.tenancy.database).read()
+
+
+@contextlib.asynccontextmanager
+async def running_desk(folder, terms=None):
+    store = str(folder / "penstock.db")
+    key = None
+    if terms is not None:
+        database = Database.open(store)
+        key = KeyStore(database).create("alice", terms)
+        database.close()
+    async with running_service(store=store) as service:
+        if key is not None:
+            await until(lambda: not service.context.tenancy.ring.is_open)
+        runner = BatchRunner(service.context, service.context.tenancy.database, poll_seconds=0.02)
+        runner.start()
+        yield Desk(service, key)
+        await runner.close()
+
+
+async def test_lines_run_in_the_batch_tier_with_their_tenants_terms(tmp_path):
+    async with running_desk(tmp_path, KeyTerms(weight=3.0, priority=4)) as desk:
+        ended = await desk.ended(await desk.start(line("a"), line("b", priority=-2)))
+        assert ended["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+        terms = [request.terms for request in desk.service.engine.submitted]
+        assert {term.tier for term in terms} == {Tier.BATCH}
+        assert sorted((term.weight, term.priority) for term in terms) == [(3.0, -2), (3.0, 4)]
+        assert {request.tenant for request in desk.service.engine.submitted} == {"alice"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [({"stream": True}, "stream"), ({"deadline_ms": 5}, "deadline_ms"), ({"targets": {"ttft_ms": 5}}, "targets")],
+)
+async def test_what_only_somebody_who_waits_can_want_is_refused(tmp_path, changes, param):
+    async with running_desk(tmp_path) as desk:
+        ended = await desk.ended(await desk.start(line("a", **changes)))
+        (error,) = await desk.results(ended["error_file_id"])
+        assert (error["response"]["status_code"], error["response"]["body"]["error"]["param"]) == (400, param)
+        assert ended["output_file_id"] is None and desk.ledger() == []
+
+
+async def test_a_line_during_which_the_engine_failed_runs_again_and_is_paid_once(tmp_path):
+    async with running_desk(tmp_path) as desk:
+        engine, failures = desk.service.engine, [EngineFailed("gone"), EngineFailed("gone")]
+        engine.script = lambda request: [failures.pop()] if failures else engine.say(request, "well")
+        ended = await desk.ended(await desk.start(line("a")))
+        assert ended["request_counts"]["completed"] == 1 and len(engine.submitted) == 3
+        (entry,) = desk.ledger()
+        assert (entry.requests, entry.errors, entry.output_tokens) == (1, 0, 3)
+
+
+async def test_a_line_that_always_fails_is_told_and_not_tried_for_ever(tmp_path):
+    async with running_desk(tmp_path) as desk:
+        desk.service.engine.script = lambda request: [EngineFailed("gone")]
+        ended = await desk.ended(await desk.start(line("a")))
+        (error,) = await desk.results(ended["error_file_id"])
+        assert error["response"]["status_code"] == 500
+        assert error["response"]["body"]["error"]["code"] == "engine_failed"
+        assert len(desk.service.engine.submitted) == MAX_ATTEMPTS
+        assert [entry.errors for entry in desk.ledger()] == [1]
+
+
+async def test_a_full_queue_makes_a_batch_wait_and_leaves_no_trace(tmp_path):
+    async with running_desk(tmp_path) as desk:
+        engine, refusals = desk.service.engine, [0.01] * (MAX_ATTEMPTS + 1)
+
+        def script(request):
+            if not refusals:
+                return engine.say(request, "well")
+            return [
+                TokenEvent(
+                    request_id=request.request_id, finish=FinishReason.ERROR, error_code="overloaded", error="full",
+                    retry_after_seconds=refusals.pop(),
+                )
+            ]  # fmt: skip
+
+        engine.script = script
+        ended = await desk.ended(await desk.start(line("a")))
+        assert ended["request_counts"]["completed"] == 1
+        assert [(entry.requests, entry.refused) for entry in desk.ledger()] == [(1, 0)]
+
+
+async def test_nothing_is_tried_while_the_engine_is_away(tmp_path):
+    async with running_desk(tmp_path) as desk:
+        desk.service.engine.connected = False
+        batch_id = await desk.start(line("a"))
+        await asyncio.sleep(0.3)
+        assert desk.service.engine.submitted == []
+        desk.service.engine.connected = True
+        assert (await desk.ended(batch_id))["status"] == "completed"
+
+
+async def test_only_the_days_tokens_limit_a_batch(tmp_path):
+    limits = Limits(requests_per_minute=1, output_tokens_per_minute=3, concurrent_requests=1, tokens_per_day=1000)
+    async with running_desk(tmp_path, KeyTerms(limits=limits)) as desk:
+        ended = await desk.ended(await desk.start(*[line(f"r{index}") for index in range(5)]))
+        assert ended["request_counts"]["completed"] == 5
+        response = await desk.service.client.post(
+            URL, json={"model": MODEL, "prompt": "hi", "max_tokens": 3}, headers=desk.headers
+        )
+        assert response.status_code == 200, "the minute is still the online requests' own"
+
+
+async def test_a_batch_never_uses_more_than_the_days_tokens(tmp_path):
+    # "hi" and three tokens each: only two fit.
+    async with running_desk(tmp_path) as desk:
+        (await desk.ended(await desk.start(line("measure"))))
+        (entry,) = desk.ledger()
+        size = entry.prompt_tokens + entry.output_tokens
+    other = tmp_path / "other"
+    other.mkdir()
+    async with running_desk(other, KeyTerms(limits=Limits(tokens_per_day=2 * size + 1))) as desk:
+        batch_id = await desk.start(*[line(f"r{index}") for index in range(4)])
+        for _ in range(200):
+            if (await desk.look(batch_id))["request_counts"]["completed"] == 2:
+                break
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.3)
+        assert (await desk.look(batch_id))["request_counts"] == {"total": 4, "completed": 2, "failed": 0}
+        assert [(entry.requests, entry.refused) for entry in desk.ledger()] == [(2, 0)]
+
+
+async def test_a_line_larger_than_the_days_tokens_is_told(tmp_path):
+    async with running_desk(tmp_path, KeyTerms(limits=Limits(tokens_per_day=10))) as desk:
+        ended = await desk.ended(await desk.start(line("a", max_tokens=100)))
+        (error,) = await desk.results(ended["error_file_id"])
+        assert error["response"]["body"]["error"]["code"] == "limit_too_small"
+
+
+async def test_a_cancelled_batch_aborts_what_runs(tmp_path):
+    async with running_desk(tmp_path) as desk:
+        engine = desk.service.engine
+        engine.script = lambda request: [asyncio.Event()]
+        batch_id = await desk.start(line("a"), line("b"))
+        await until(lambda: len(engine.submitted) == 2)
+        await desk.call("POST", f"/batches/{batch_id}/cancel")
+        assert (await desk.ended(batch_id))["status"] == "cancelled"
+        assert len(engine.aborted) == 2 and desk.ledger() == []
+
+
+async def test_a_server_that_drains_lets_go_of_its_batches(tmp_path):
+    async with running_desk(tmp_path) as desk:
+        engine = desk.service.engine
+        engine.script = lambda request: [asyncio.Event()]
+        batch_id = await desk.start(line("a"))
+        await until(lambda: engine.submitted)
+        desk.service.context.answers.draining = True
+        await until(lambda: engine.aborted)
+    async with running_desk(tmp_path) as desk:  # at once, though nobody waited for the hold to run out
+        await until(lambda: desk.service.engine.submitted)
+        assert (await desk.ended(batch_id))["status"] == "completed"
+
+
+async def test_a_deleted_input_file_fails_its_batch(tmp_path):
+    async with running_desk(tmp_path) as desk:
+        desk.service.engine.connected = False
+        batch_id = await desk.start(line("a"))
+        await desk.call("DELETE", f"/files/{(await desk.look(batch_id))['input_file_id']}")
+        desk.service.engine.connected = True
+        ended = await desk.ended(batch_id)
+        assert (ended["status"], ended["errors"]["data"][0]["code"]) == ("failed", "file_not_found")
+
+
+async def test_answers_have_openais_shapes(tmp_path):
+    async with running_desk(tmp_path) as desk:
+        batch_id = await desk.start(line("a"), line("b", temperature=9))
+        ended = await desk.ended(batch_id)
+        # The real API writes null where its schema has nothing.
+        check("Batch", {name: value for name, value in ended.items() if value is not None})
+        check("OpenAIFile", (await desk.call("GET", f"/files/{ended['input_file_id']}")).json())
+        check("ListFilesResponse", (await desk.call("GET", "/files")).json())
+        listed = (await desk.call("GET", "/batches")).json()
+        assert listed.pop("data") == [ended]
+        check("ListBatchesResponse", {**listed, "data": []})
+        check("DeleteFileResponse", (await desk.call("DELETE", f"/files/{ended['output_file_id']}")).json())
+
+
+async def test_batches_are_counted(tmp_path):
+    async with running_desk(tmp_path) as desk:
+        await desk.ended(await desk.start(line("a"), line("b", temperature=9)))
+        text = (await desk.service.client.get("/metrics")).text
+        assert 'penstock_batch_requests_total{outcome="completed"} 1.0' in text
+        assert 'penstock_batch_requests_total{outcome="failed"} 1.0' in text
+        assert 'penstock_batches_total{status="completed"} 1.0' in text
+
+
+async def test_without_a_store_there_are_no_files(service):
+    for method, path in (("GET", "/v1/files"), ("GET", "/v1/batches"), ("POST", "/v1/batches/x/cancel")):
+        response = await service.client.request(method, path)
+        assert (response.status_code, "--store" in response.text) == (400, True)
+
+
+def test_the_window_grows_while_nobody_waits_and_shrinks_by_those_who_do():
+    window, now = Window(), 0.0
+    for _ in range(20):
+        window.look(now, num_waiting=0, is_full=True)
+        now += 1
+    assert window.size == MOST
+    window.look(now, num_waiting=200, is_full=True)
+    assert window.size == MOST - 200
+    window.look(now + 0.01, num_waiting=200, is_full=True)
+    assert window.size == MOST - 200, "the same news count once"
+    for _ in range(20):
+        window.shrink()
+    assert window.size == FEWEST
+
+
+def test_a_window_that_is_not_filled_does_not_grow():
+    window = Window()
+    for now in range(10):
+        window.look(float(now), num_waiting=0, is_full=False)
+    assert window.size == FEWEST
