@@ -6,7 +6,11 @@ from penstock.commands.serve import run
 from penstock.config import gather
 
 if __name__ == "__main__":
-    _, _, model, *flags = sys.argv
-    names = [flag.removeprefix("--").replace("-", "_") for flag in flags[::2]]
-    given = {"model": model, **dict(zip(names, flags[1::2], strict=True))}
+    words, given = sys.argv[2:], {}
+    while words:
+        word = words.pop(0)
+        if word.startswith("--"):
+            given[word.removeprefix("--").replace("-", "_")] = words.pop(0)
+        else:
+            given["model"] = word
     sys.exit(run(gather(given, environ={}), engine_module="tests.faults.faulty_engine"))
