@@ -242,10 +242,18 @@ async def test_answers_have_openais_shapes(tmp_path):
 async def test_batches_are_counted(tmp_path):
     async with running_desk(tmp_path) as desk:
         await desk.ended(await desk.start(line("a"), line("b", temperature=9)))
-        text = (await desk.service.client.get("/metrics")).text
-        assert 'penstock_batch_requests_total{outcome="completed"} 1.0' in text
-        assert 'penstock_batch_requests_total{outcome="failed"} 1.0' in text
-        assert 'penstock_batches_total{status="completed"} 1.0' in text
+        wanted = (
+            'penstock_batch_requests_total{outcome="completed"} 1.0',
+            'penstock_batch_requests_total{outcome="failed"} 1.0',
+            'penstock_batches_total{status="completed"} 1.0',
+        )
+        text = ""
+        for _ in range(500):  # a batch is counted just after it is seen to have ended
+            text = (await desk.service.client.get("/metrics")).text
+            if all(line in text for line in wanted):
+                return
+            await asyncio.sleep(0.01)
+        pytest.fail(text)
 
 
 async def test_without_a_store_there_are_no_files(service):
