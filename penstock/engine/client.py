@@ -99,6 +99,7 @@ def _merge(first: TokenEvent, second: TokenEvent) -> TokenEvent:
         stop_token=second.stop_token,
         error_code=second.error_code,
         error=second.error,
+        error_param=second.error_param,
         retry_after_seconds=second.retry_after_seconds,
     )
 

@@ -11,7 +11,7 @@ from penstock.engine.metrics import EngineMetrics
 from penstock.engine.runner.interface import LaunchedStep, Runner, StepFailed
 from penstock.engine.scheduler.scheduler import Addressed, Scheduler
 from penstock.engine.scheduler.step_plan import StepPlan
-from penstock.errors import InvalidParameter, Overloaded, PenstockError
+from penstock.errors import InvalidParameter, Overloaded, PenstockError, RequestError
 from penstock.request import FinishReason
 
 log = logging.getLogger(__name__)
@@ -138,5 +138,6 @@ def _refusal(request_id: str, error: PenstockError) -> TokenEvent:
         finish=FinishReason.ERROR,
         error_code=error.code,
         error=str(error),
+        error_param=error.param if isinstance(error, RequestError) else None,
         retry_after_seconds=error.retry_after_seconds if isinstance(error, Overloaded) else None,
     )

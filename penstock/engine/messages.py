@@ -96,6 +96,7 @@ class TokenEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     stop_token: int | None = None  # the token that ended it, where one did; it is the last of token_ids
     error_code: str | None = None
     error: str | None = None  # a sentence from the catalogue, when finish is ERROR
+    error_param: str | None = None  # the parameter that is wrong, where one is
     retry_after_seconds: float | None = None
 
 
@@ -110,6 +111,7 @@ class EngineInfo(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     epoch: str
     max_context_tokens: int
+    max_open_requests: int  # running and waiting together
     vocab_size: int
     eos_token_ids: list[int]
     num_blocks: int

@@ -169,6 +169,7 @@ class EngineProcess:
         return EngineInfo(
             epoch=self._epoch,
             max_context_tokens=config.max_context_tokens,
+            max_open_requests=config.max_running + config.max_waiting,
             vocab_size=spec.vocab_size,
             eos_token_ids=list(spec.eos_token_ids),
             num_blocks=config.num_blocks - 1,

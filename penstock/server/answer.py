@@ -145,12 +145,12 @@ def _failure(event: TokenEvent) -> PenstockError:
     if event.error_code == Overloaded.code:
         return Overloaded(message, retry_after_seconds=event.retry_after_seconds or 1.0)
     if event.error_code == TargetUnreachable.code:
-        return TargetUnreachable(message, param="targets")
+        return TargetUnreachable(message, param=event.error_param)
     if event.error_code == DeadlineExceeded.code:
         return DeadlineExceeded(message)
     if event.error_code == EngineUnavailable.code:
         return EngineUnavailable(message)
     kind = CATALOGUE.get(event.error_code or "")
     if kind is not None and kind.status < 500:
-        return RequestError(message)  # what the checks before the engine should have found
+        return RequestError(message, param=event.error_param)  # what the checks before the engine should have found
     return EngineFailed(message)

@@ -45,6 +45,17 @@ async def text_prompt(
     return Prompt(await asyncio.to_thread(context.tokenizer.encode, text, add_special=add_special), text)
 
 
+def check_num_answers(num_prompts: int, num_choices: int, info: EngineInfo) -> None:
+    """Raise when the engine could never hold all answers of a call at once."""
+    num_answers, most = num_prompts * num_choices, info.max_open_requests
+    if num_answers > most:
+        param, value = ("n", num_choices) if num_prompts == 1 else ("prompt", f"{num_prompts} prompts")
+        right = (
+            f"this call needs {num_answers} answers, and at most {most} requests are open here at once; ask for fewer"
+        )
+        raise InvalidParameter(param, value, right)
+
+
 def check_prompt(prompt: Prompt, info: EngineInfo, *, param: str) -> None:
     """Raise unless the engine can run the prompt and make at least one token."""
     if not prompt.token_ids:

@@ -85,6 +85,7 @@ class FakeEngine:
         self.info: EngineInfo | None = EngineInfo(
             epoch="1",
             max_context_tokens=512,
+            max_open_requests=1024,
             vocab_size=tokenizer.vocab_size,
             eos_token_ids=list(tokenizer.eos_token_ids),
             num_blocks=32,

@@ -3,10 +3,12 @@
 Foresees from the cost model, the pace and who stands before it. Changes nothing. Knows nothing of HTTP.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.engine.scheduler.answer_lengths import AnswerLengths
 from penstock.engine.scheduler.cost_model import StepShape, with_prompt
 from penstock.engine.scheduler.request_state import RequestState, TenantAccount
 from penstock.engine.scheduler.serving_pace import ServingPace
@@ -18,7 +20,10 @@ from penstock.errors import Overloaded, TargetUnreachable
 _TTFT_PART = 0.85
 _TIME_PER_TOKEN_PART = 0.93
 _LEAST_RETRY_SECONDS = 0.001
-_UNKNOWN_RETRY_SECONDS = 1.0
+# ... and while it is only guessed how long a step takes.
+_LEAST_GUESSED_RETRY_SECONDS = 0.1
+# What is named as the least to ask for: so much over what is needed, since the next forecast is not quite this one.
+_NAMED_PART = 1.01
 # Where no target says how soon a prompt is due: so many times as long as it would take alone.
 _PATIENCE = 8.0
 
@@ -32,7 +37,7 @@ class Load:
     num_free_rows: int
     num_free_blocks: int  # nobody's, and promised to nobody
     block_tokens: int
-    mean_output_tokens: float
+    lengths: AnswerLengths
     may_displace: bool  # the request would get a row although none is free
 
 
@@ -40,7 +45,6 @@ class Load:
 class Forecast:
     ttft_seconds: float
     token_seconds: float  # between its tokens, while nothing but decoding runs
-    alone_seconds: float  # the first token's, if nothing else were there
     tightest_target: float | None  # the least time per token that was promised, its own included
     rows_after: int
 
@@ -80,67 +84,88 @@ class Admission:
         num_tokens = ahead.tokens + len(request.tokens)
         # The mean over all tokens to run of what lies before them, as far as it is this prompt's own.
         context = int(len(request.tokens) ** 2 / (2 * num_tokens))
-        chunk, step_seconds = self._pace.steady_step(shape, tightest, context)
+        # A request that is alone does not decode beside its own prompt: no time per token makes its steps shorter.
+        paced_by = tightest if decoding or ahead.requests else None
+        chunk, step_seconds = self._pace.steady_step(shape, paced_by, context)
         wait = max(0.0, self._times.free_at(now) - now) + self._wait_for_place(request, load, ahead, step_seconds)
         prefill = self._prefill_seconds(num_tokens, chunk, step_seconds, shape)
         after = StepShape(rows_after, int(rows_after * mean_context))
         return Forecast(
             ttft_seconds=now - request.arrival + wait + prefill,
             token_seconds=self._times.model.seconds(after),
-            alone_seconds=self._alone_seconds(len(request.tokens)),
             tightest_target=tightest,
             rows_after=rows_after,
         )
 
-    def check(self, request: RequestState, forecast: Forecast, load: Load) -> str | None:
-        """Raise if the targets cannot be kept even by an idle engine; return which cannot be kept now."""
+    def check_reachable(self, request: RequestState, now: float) -> None:
+        """Raise if the request asks for what could not be promised even if nothing else were there."""
+        if request.best_effort or not self._times.model.is_trusted:
+            return
+        ttft, time_per_token = request.targets.ttft_seconds, request.targets.time_per_token_seconds
+        if ttft is not None or request.deadline is not None:
+            alone = self._alone_seconds(len(request.tokens))
+            if self._times.has_rested_since(request.arrival):
+                # The way to the engine counts, as the next request will have it too. One that is longer was a stall.
+                alone += min(now - request.arrival, alone)
+            if ttft is not None and alone > ttft * _TTFT_PART:
+                raise _unreachable("targets.ttft_ms", ttft, alone / _TTFT_PART)
+            if request.deadline is not None and request.arrival + alone > request.deadline:
+                raise _unreachable("deadline_ms", request.deadline - request.arrival, alone)
+        if time_per_token is not None and not request.is_batch:
+            single = self._times.model.seconds(StepShape(1, len(request.tokens)))
+            if single > time_per_token * _TIME_PER_TOKEN_PART:
+                raise _unreachable("targets.time_per_token_ms", time_per_token, single / _TIME_PER_TOKEN_PART)
+
+    def check(self, request: RequestState, forecast: Forecast) -> str | None:
+        """Return which of the request's terms cannot be kept now, if one cannot."""
         if request.best_effort or not self._times.model.is_trusted:
             return None
-        ttft, deadline = request.targets.ttft_seconds, request.deadline
+        ttft, deadline, tightest = request.targets.ttft_seconds, request.deadline, forecast.tightest_target
         if ttft is not None and forecast.ttft_seconds > ttft * _TTFT_PART:
-            if forecast.alone_seconds > ttft:
-                raise _unreachable("targets.ttft_ms", ttft, forecast.alone_seconds)
             return "ttft"
         if deadline is not None and request.arrival + forecast.ttft_seconds > deadline:
             return "deadline"
-        tightest = forecast.tightest_target
-        if tightest is not None and not request.is_batch:
-            own = request.targets.time_per_token_seconds
-            single = self._times.model.seconds(StepShape(1, len(request.tokens)))
-            if own is not None and single > own:
-                raise _unreachable("targets.time_per_token_ms", own, single)
-            if forecast.token_seconds > tightest * _TIME_PER_TOKEN_PART:
-                return "time_per_token"
+        if tightest is not None and not request.is_batch and forecast.token_seconds > tightest * _TIME_PER_TOKEN_PART:
+            return "time_per_token"
         return None
 
     def refusal(self, reason: str, request: RequestState, forecast: Forecast, load: Load) -> Overloaded:
         """Say no, and when the forecast would be a yes."""
         if reason == "time_per_token":
-            wait = _steps_until_free(load, 1) * forecast.token_seconds
+            endings = _endings(load.running, load.lengths)
+            wait = (endings[0][0] if endings else 1.0) * forecast.token_seconds
             message = "the batch is as large as the time per token that was promised allows"
         else:
-            limit = request.targets.ttft_seconds
-            if limit is None:
+            if reason == "ttft":
+                limit = (request.targets.ttft_seconds or 0.0) * _TTFT_PART
+            else:
                 limit = (request.deadline or request.arrival) - request.arrival
-            wait = forecast.ttft_seconds - limit * _TTFT_PART
+            wait = forecast.ttft_seconds - limit
             shown = f"{forecast.ttft_seconds * 1000:.0f} ms"
             message = f"the first token would come after {shown}, later than asked for"
         message += "; try again after the time in Retry-After, or accept a late answer with best_effort"
         return Overloaded(message, retry_after_seconds=max(_LEAST_RETRY_SECONDS, wait))
 
-    def place_seconds(self, load: Load) -> float:
-        """How long until a place in a full queue is free."""
-        if not self._times.model.is_trusted:
-            return _UNKNOWN_RETRY_SECONDS
+    def place_seconds(self, load: Load, num_endings: int, now: float) -> float:
+        """How long until so many requests have ended: a place in a full queue is free only then."""
         decoding = [other for other in load.running if other.remaining <= 1]
+        starting = [other for other in load.running if other.remaining > 1]
+        starting += itertools.islice(load.waiting, load.num_free_rows)
         shape = StepShape(len(decoding), sum([other.computed for other in decoding]))
         chunk, step_seconds = self._pace.steady_step(shape, None)
-        prompts = sum([other.remaining for other in load.running if other.remaining > 1])
-        seconds = self._prefill_seconds(prompts, chunk, step_seconds, shape) if prompts else 0.0
-        if load.num_free_rows == 0:
-            steps_left = _steps_until_free(load, 1) - prompts / max(1, chunk)
-            seconds += max(0.0, steps_left) * self._times.model.seconds(shape)
-        return max(_LEAST_RETRY_SECONDS, seconds)
+        prompt_tokens = sum([other.remaining for other in starting])
+        prompt_steps = prompt_tokens / max(1, chunk)
+        endings = [steps for steps, _ in _endings(decoding, load.lengths)]
+        endings += [prompt_steps + steps for steps, _ in _endings(starting, load.lengths)]
+        endings.sort()
+        steps = endings[min(num_endings, len(endings)) - 1] if endings else 1.0
+        seconds = max(0.0, self._times.free_at(now) - now) + min(steps, prompt_steps) * step_seconds
+        if steps > prompt_steps:
+            rows = len(decoding) + len(starting)
+            after = StepShape(rows, shape.context_tokens + prompt_tokens)
+            seconds += (steps - prompt_steps) * self._times.model.seconds(after)
+        least = _LEAST_RETRY_SECONDS if self._times.model.is_trusted else _LEAST_GUESSED_RETRY_SECONDS
+        return max(least, seconds)
 
     def _alone_seconds(self, num_tokens: int) -> float:
         chunk, seconds = self._pace.steady_step(StepShape(), None, num_tokens // 2)
@@ -158,27 +183,33 @@ class Admission:
         if load.may_displace:
             return 0.0
         rows_short = math.ceil(ahead.requests) + 1 - load.num_free_rows
-        wanted = ahead.tokens + len(request.tokens) + load.mean_output_tokens * (1.0 + ahead.requests)
+        wanted = ahead.tokens + len(request.tokens) + load.lengths.mean_tokens * (1.0 + ahead.requests)
         blocks_short = wanted / load.block_tokens - load.num_free_blocks
         if rows_short <= 0 and blocks_short <= 0:
             return 0.0
         steps = 0.0
-        for left, blocks in _endings(load):
+        for left, blocks in _endings(load.running, load.lengths):
             steps = left
             rows_short -= 1
             blocks_short -= blocks
             if rows_short <= 0 and blocks_short <= 0:
                 return steps * step_seconds
         # Those ahead must end too before it is this one's turn.
-        return (steps + max(rows_short, 1) * load.mean_output_tokens / max(1, len(load.running))) * step_seconds
+        return (steps + max(rows_short, 1) * load.lengths.mean_tokens / max(1, len(load.running))) * step_seconds
 
 
 def _unreachable(param: str, wanted_seconds: float, least_seconds: float) -> TargetUnreachable:
     return TargetUnreachable(
-        f"{param}: {wanted_seconds * 1000:g} ms cannot be kept here: the engine needs about "
-        f"{least_seconds * 1000:.3g} ms for this request alone; give it that, or best_effort",
+        f"{param}: {wanted_seconds * 1000:g} ms cannot be kept here, even if nothing else ran; "
+        f"give at least {_named_milliseconds(least_seconds)}, or best_effort",
         param=param,
     )
+
+
+def _named_milliseconds(seconds: float) -> str:
+    """A short number that is over this many seconds."""
+    milliseconds = seconds * 1000 * _NAMED_PART
+    return f"{math.ceil(milliseconds)}" if milliseconds >= 10.0 else f"{math.ceil(milliseconds * 10) / 10:g}"
 
 
 def _ahead_of(request: RequestState, load: Load) -> _Queue:
@@ -212,18 +243,12 @@ def _part_before(account: TenantAccount, turn: float) -> float:
     return min(1.0, max(0.0, tokens / account.waiting_tokens))
 
 
-def _endings(load: Load) -> list[tuple[float, int]]:
-    """(steps left, blocks held) of each running request, those that end first first."""
-    return sorted((_steps_left(other, load.mean_output_tokens), len(other.cache.blocks)) for other in load.running)
-
-
-def _steps_until_free(load: Load, count: int) -> float:
-    endings = _endings(load)
-    return endings[min(count, len(endings)) - 1][0] if endings else 1.0
-
-
-def _steps_left(request: RequestState, mean_output_tokens: float) -> float:
-    most = request.max_total_tokens - request.known
-    if not request.stop_ids and not request.params.stop:
-        return float(most)
-    return min(float(most), max(1.0, mean_output_tokens - request.num_output_tokens))
+def _endings(requests: Sequence[RequestState], lengths: AnswerLengths) -> list[tuple[float, int]]:
+    """(steps until then, blocks that it frees) of one request's end after another."""
+    by_limit = sorted((lengths.most_left(request), len(request.cache.blocks)) for request in requests)
+    chance = sum([lengths.chance_to_stop(request) for request in requests])
+    # By chance so many stop in each step, whichever they are; who has not stopped ends at its limit.
+    return [
+        (min(float(most), count / chance if chance else math.inf), blocks)
+        for count, (most, blocks) in enumerate(by_limit, start=1)
+    ]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.engine.cache.kv_cache import NO_MATCH, KvCache
 from penstock.engine.metrics import EngineMetrics
+from penstock.engine.scheduler.answer_lengths import AnswerLengths
 from penstock.engine.scheduler.pace import Ready
 from penstock.engine.scheduler.precedence import Order, displaced_by, give_way
 from penstock.engine.scheduler.request_state import LevelKey, RequestState
@@ -41,7 +42,7 @@ class Placement:
         self.waiting = WaitingQueue(quantum)
         self.parked: dict[int, RequestState] = {}  # those that wait and still hold their blocks
         self.free_rows = list(range(max_running - 1, -1, -1))
-        self.mean_output_tokens = expected_output_tokens
+        self.lengths = AnswerLengths(expected_output_tokens)
         self.firmly_promised = 0  # blocks set aside for requests that may not be preempted again
         self.loosely_promised = 0  # estimates: they hold back admission, never a running request
         self._quantum = quantum
@@ -155,7 +156,7 @@ class Placement:
         """Tokens to set blocks aside for: an estimate, or the most possible once it has been preempted too often."""
         if request.num_preemptions >= MAX_PREEMPTIONS:
             return request.max_total_tokens
-        return min(request.max_total_tokens, len(request.tokens) + int(self.mean_output_tokens) + 1)
+        return min(request.max_total_tokens, len(request.tokens) + int(self.lengths.mean_tokens) + 1)
 
     def _find_blocks(self, plan: StepPlan, request: RequestState, num_blocks: int) -> bool:
         """See that so many blocks are promised to nobody, if it takes the blocks of those that are to give way."""

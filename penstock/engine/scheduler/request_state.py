@@ -91,5 +91,10 @@ class RequestState:
         return 0 if self.awaits_commit or known >= self.max_total_tokens else known - self.computed
 
     @property
+    def may_stop(self) -> bool:
+        """Whether it may end before it has drawn all that it may."""
+        return bool(self.stop_ids or self.params.stop)
+
+    @property
     def is_batch(self) -> bool:
         return self.level[0] > 0

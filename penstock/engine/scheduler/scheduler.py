@@ -155,20 +155,25 @@ class Scheduler:
     def _admit_to_queue(self, request: RequestState) -> None:
         """Raise if there is no place for the request, or if it would be too late."""
         now, foresight = self._clock(), self._foresight
+        if foresight is not None:
+            foresight.admission.check_reachable(request, now)
         if request.deadline is not None and request.deadline <= now:
             self.metrics.num_refused["deadline"] += 1
             raise DeadlineExceeded("the deadline had passed before the request could start; give it more time")
         num_queued = len(self.waiting) - len(self.placement.parked)
-        if num_queued >= self.config.max_waiting + len(self.placement.free_rows):
+        surplus = num_queued - self.config.max_waiting - len(self.placement.free_rows)
+        if surplus >= 0:
             self.metrics.num_refused["queue_full"] += 1
-            seconds = 1.0 if foresight is None else foresight.admission.place_seconds(self._load(request))
+            seconds = (
+                1.0 if foresight is None else foresight.admission.place_seconds(self._load(request), surplus + 1, now)
+            )
             raise Overloaded(f"{num_queued} requests are waiting, which is the limit", retry_after_seconds=seconds)
         if foresight is None:
             return
         load = self._load(request)
         forecast = foresight.admission.forecast(request, load, now)
         request.predicted_ttft = forecast.ttft_seconds if foresight.model.is_trusted else None
-        reason = foresight.admission.check(request, forecast, load)
+        reason = foresight.admission.check(request, forecast)
         if reason is not None:
             self.metrics.num_refused[reason] += 1
             raise foresight.admission.refusal(reason, request, forecast, load)
@@ -180,7 +185,7 @@ class Scheduler:
             num_free_rows=len(self.placement.free_rows),
             num_free_blocks=self.placement.num_unpromised_blocks,
             block_tokens=self.cache.block_tokens,
-            mean_output_tokens=self.placement.mean_output_tokens,
+            lengths=self.placement.lengths,
             may_displace=self.placement.displaced_by(request) is not None,
         )
 
@@ -472,7 +477,6 @@ class Scheduler:
         if finish is FinishReason.STOP:
             event.stop_token = taken[-1]
         promises.note_end(self.metrics, request)
-        self.placement.mean_output_tokens += 0.05 * (request.num_output_tokens - self.placement.mean_output_tokens)
         return self._finish(request, event, finish)
 
     def _finish(
@@ -480,6 +484,8 @@ class Scheduler:
     ) -> Addressed:
         """The one place where a request ends: exactly one event carries `finish`."""
         del self.requests[request.number]
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.placement.lengths.note(request, stopped=reason is FinishReason.STOP)
         self.placement.release(request, forget=forget)
         self.metrics.num_finished[reason.value] += 1
         self.metrics.e2e.observe(self._clock() - request.arrival)

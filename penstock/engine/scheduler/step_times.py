@@ -35,6 +35,10 @@ class StepTimes:
         self._launched.popleft()
         self._last_done = now
 
+    def has_rested_since(self, moment: float) -> bool:
+        """Whether no step has run at any time from then on."""
+        return not self._launched and (self._last_done is None or self._last_done <= moment)
+
     def free_at(self, now: float) -> float:
         """When everything that is launched will be done, as far as can be foreseen."""
         done = 0.0 if self._last_done is None else self._last_done

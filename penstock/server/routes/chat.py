@@ -16,7 +16,7 @@ from penstock.server.context import ServerContext
 from penstock.server.continuation import check_continuation, framed_params
 from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
 from penstock.server.generation import begin_answer
-from penstock.server.prompt import chat_prompt, check_answer_fits, check_prompt
+from penstock.server.prompt import chat_prompt, check_answer_fits, check_num_answers, check_prompt
 from penstock.server.streaming import AnswerResponse
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
@@ -74,6 +74,7 @@ async def begin_chat(
     )
     chat.check_stream_options()
     info = context.engine_info(caller)
+    check_num_answers(1, chat.num_choices, info)
     max_tokens, num_logprobs = chat.answer_limit(), chat.num_logprobs()
     params = chat.sampling_params(max_tokens=max_tokens, logprobs=num_logprobs)
     params.validate(info.vocab_size)

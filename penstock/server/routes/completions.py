@@ -17,7 +17,7 @@ from penstock.server.context import ServerContext
 from penstock.server.continuation import check_continuation, framed_params
 from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
 from penstock.server.generation import begin_answer
-from penstock.server.prompt import check_answer_fits, check_prompt, text_prompt
+from penstock.server.prompt import check_answer_fits, check_num_answers, check_prompt, text_prompt
 from penstock.server.streaming import AnswerResponse
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
@@ -75,6 +75,7 @@ async def begin_completion(
     wanted.check_stream_options()
     wanted.check_combinations()
     info = context.engine_info(caller)
+    check_num_answers(len(wanted.prompt), wanted.num_choices, info)
     params = _params(wanted)
     params.validate(info.vocab_size)
     terms = context.terms(wanted, caller, record, tier)

@@ -1,8 +1,12 @@
 """Targets that were accepted are met, and what cannot be met is refused at once with the time to come back."""
 
 import random
+import re
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.engine.scheduler.cost_model import StepShape
 from penstock.errors import DeadlineExceeded, Overloaded, TargetUnreachable
@@ -106,6 +110,90 @@ def test_a_full_queues_retry_after_is_when_a_place_is_free():
     assert engine.submit(request("too-soon", engine.clock.now)).refused
     engine.run([], until=start + 1.2 * refused.retry_after_seconds)
     assert not engine.submit(request("in-time", engine.clock.now)).refused
+
+
+def fill(engine, stop_token=9, **params):
+    """Take every place of an engine that runs two and lets four wait, with answers of 400 tokens that may stop."""
+    for index in range(6):
+        filler = request(f"{index}", prompt=100, answer=400)
+        may_stop = msgspec.structs.replace(filler.params, ignore_eos=False, stop_token_ids=[stop_token], **params)
+        engine.submit(msgspec.structs.replace(filler, params=may_stop))
+
+
+def retry_after(engine):
+    refused = engine.submit(request(f"refused-{engine.clock.now}", engine.clock.now)).last
+    assert refused is not None and refused.error_code == Overloaded.code
+    return refused.retry_after_seconds
+
+
+@pytest.mark.parametrize("known", [H200_LLAMA_8B, None], ids=["known", "learnt"])
+@pytest.mark.parametrize("begun", [0.0, 0.1, 0.6, 1.2])
+def test_answers_that_outlive_the_mean_do_not_make_a_full_queues_retry_after_short(begun, known):
+    engine = VirtualEngine(known=known, max_running=2, max_waiting=4)
+    fill(engine)
+    engine.run([], until=begun)
+    foreseen, start = retry_after(engine), engine.clock.now
+    while engine.outcomes["0"].last is None:
+        engine.run([], until=engine.clock.now + 1e-6)
+    assert foreseen == pytest.approx(engine.clock.now - start, rel=0.1 if known else 0.3)
+
+
+def test_where_answers_stop_by_themselves_a_place_is_expected_after_their_mean():
+    engine = VirtualEngine(known=H200_LLAMA_8B, max_running=2, max_waiting=4)
+    fill(engine, min_tokens=50, stop_token=7)
+    while engine.outcomes["0"].last is None:
+        engine.run([], until=engine.clock.now + 1e-6)
+    engine.run([request(f"more-{index}", engine.clock.now) for index in range(2)], until=engine.clock.now + 1e-6)
+    assert 0.05 < retry_after(engine) < 64 * H200_LLAMA_8B.seconds(StepShape(2, 300))
+
+
+def test_a_place_is_not_promised_at_once_while_nothing_is_known_of_the_steps():
+    engine = VirtualEngine(known=None, max_running=1, max_waiting=0)
+    engine.submit(request("short", prompt=2, answer=1))
+    assert retry_after(engine) == 0.1
+
+
+def terms_of(name, seconds, arrival):
+    if name == "deadline_ms":
+        return {"deadline": arrival + seconds}
+    field = name.removeprefix("targets.").replace("_ms", "_seconds")
+    return {"targets": Targets(**{field: seconds})}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(["targets.ttft_ms", "targets.time_per_token_ms", "deadline_ms"]),
+    seconds=st.floats(0.001, 0.4),
+    prompt=st.integers(1, 12_000),
+    on_its_way=st.floats(0.0, 0.003),
+)
+def test_an_idle_engine_keeps_a_term_or_names_the_least_that_it_could_keep(name, seconds, prompt, on_its_way):
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    engine.clock.now = on_its_way
+    first = engine.submit(request("first", prompt=prompt, **terms_of(name, seconds, 0.0)))
+    if not first.refused:
+        return
+    assert first.last is not None and first.last.error is not None
+    assert (first.last.error_code, first.last.error_param) == (TargetUnreachable.code, name)
+    named = re.search(r"at least ([0-9.]+)", first.last.error)
+    assert named is not None and seconds < float(named[1]) / 1000
+    second = engine.submit(request("second", prompt=prompt, **terms_of(name, float(named[1]) / 1000, 0.0)))
+    assert not second.refused
+
+
+def test_a_deadline_that_an_idle_engine_could_not_meet_is_the_callers_mistake_even_while_the_queue_is_full():
+    engine = VirtualEngine(known=H200_LLAMA_8B, max_running=2, max_waiting=4)
+    fill(engine)
+    hopeless = engine.submit(request("hopeless", deadline=0.01))
+    assert hopeless.last is not None
+    assert (hopeless.last.error_code, hopeless.last.error_param) == (TargetUnreachable.code, "deadline_ms")
+
+
+def test_a_request_that_is_alone_is_not_slowed_by_its_own_time_per_token():
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    outcome = engine.submit(request("a", prompt=4000, targets=Targets(0.2, 0.006)))
+    engine.run([])
+    assert not outcome.refused and outcome.ttft <= 0.2
 
 
 def test_a_target_that_an_idle_engine_could_not_meet_is_the_callers_mistake():

@@ -83,7 +83,7 @@ def test_tokens_do_not_depend_on_the_schedule(
 def test_preemption_happens_and_changes_nothing(tiny):
     requests = [([index, 5, 7], SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)) for index in range(6)]
     engine = engine_of(tiny, max_running=6, max_step_tokens=32, num_blocks=13)
-    engine.scheduler.placement.mean_output_tokens = 0.0
+    engine.scheduler.placement.lengths.mean_tokens = 0.0
     metrics = engine.metrics
     together = run(engine, requests)
     assert metrics.num_preemptions > 0

@@ -5,6 +5,7 @@ import math
 import re
 
 import httpx
+import msgspec
 import pytest
 
 from penstock.engine.messages import TokenEvent
@@ -296,3 +297,18 @@ async def test_a_failing_handler_is_an_internal_error(service, monkeypatch, capl
 def test_the_judge_can_say_no():
     with pytest.raises(AssertionError):
         check("ErrorResponse", {"error": {"message": "m", "type": "t", "code": math.pi, "param": None}})
+
+
+async def test_more_answers_than_can_ever_be_open_at_once_are_refused_with_both_numbers(service):
+    service.engine.info = msgspec.structs.replace(service.engine.info, max_open_requests=6)
+    for response, param in (
+        (await service.chat(n=10), "n"),
+        (await service.complete(n=10), "n"),
+        (await service.complete(prompt=["hi"] * 5, n=2), "prompt"),
+    ):
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == ("invalid_parameter", param)
+        assert "10 answers" in error["message"] and "at most 6 requests" in error["message"]
+    assert service.engine.submitted == []
+    assert (await service.complete(n=6)).status_code == 200

@@ -82,9 +82,10 @@ async def test_what_cannot_be_met_is_429_with_the_time_to_come_back(service):
 
 
 async def test_a_target_that_nobody_could_meet_is_422(service):
-    service.engine.script = refusal("target_unreachable")
-    response = await service.complete(targets={"ttft_ms": 1})
-    assert (response.status_code, response.json()["error"]["code"]) == (422, "target_unreachable")
+    service.engine.script = refusal("target_unreachable", error_param="deadline_ms")
+    response = await service.complete(deadline_ms=1)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (422, "target_unreachable", "deadline_ms")
 
 
 async def test_a_deadline_is_504_or_a_streams_last_event(service):

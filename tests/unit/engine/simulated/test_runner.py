@@ -112,6 +112,6 @@ def test_batches_chunks_and_preemption_change_no_token(running, step_tokens, kv_
 def test_a_small_cache_is_as_small_as_the_profiled_models():
     engine = engine_of(kv_memory="112KiB", max_running=4)
     assert engine.scheduler.cache.pool.num_blocks == 14  # of 8 tokens, 1 KiB each
-    engine.scheduler.placement.mean_output_tokens = 0.0
+    engine.scheduler.placement.lengths.mean_tokens = 0.0
     answers(engine)
     assert engine.metrics.num_preemptions > 0
