@@ -9,7 +9,7 @@
     │   ├── UnsupportedParameter     a parameter that exists but that this server cannot honour
     │   ├── UnknownModel         the model asked for is not served here
     │   ├── ContextTooLong       prompt (plus wanted output) exceeds the context
-    │   ├── TargetUnreachable    a target that this engine could not keep even if it were idle
+    │   ├── TargetUnreachable    a target or deadline that this engine could not keep even if it were idle
     │   ├── TemplateFailed       the chat template is missing, refused the messages or broke its limits
     │   ├── MalformedBody        the HTTP body is not JSON
     │   ├── BodyTooLarge         the HTTP body exceeds the limit

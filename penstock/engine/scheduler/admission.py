@@ -24,6 +24,10 @@ _LEAST_RETRY_SECONDS = 0.001
 _LEAST_GUESSED_RETRY_SECONDS = 0.1
 # What is named as the least to ask for: so much over what is needed, since the next forecast is not quite this one.
 _NAMED_PART = 1.01
+# The way to an idle engine (reading, tokenising) takes at most so long, or this part of the prompt's own time. Where it
+# takes longer something stalled, and the next request may be luckier.
+_WAY_SECONDS = 0.003
+_WAY_PART = 0.1
 # Where no target says how soon a prompt is due: so many times as long as it would take alone.
 _PATIENCE = 8.0
 
@@ -104,13 +108,14 @@ class Admission:
         ttft, time_per_token = request.targets.ttft_seconds, request.targets.time_per_token_seconds
         if ttft is not None or request.deadline is not None:
             alone = self._alone_seconds(len(request.tokens))
+            longest_way = max(_WAY_SECONDS, _WAY_PART * alone)
+            need, enough = alone, alone + longest_way
             if self._times.has_rested_since(request.arrival):
-                # The way to the engine counts, as the next request will have it too. One that is longer was a stall.
-                alone += min(now - request.arrival, alone)
-            if ttft is not None and alone > ttft * _TTFT_PART:
-                raise _unreachable("targets.ttft_ms", ttft, alone / _TTFT_PART)
-            if request.deadline is not None and request.arrival + alone > request.deadline:
-                raise _unreachable("deadline_ms", request.deadline - request.arrival, alone)
+                need += min(now - request.arrival, longest_way)
+            if ttft is not None and need > ttft * _TTFT_PART:
+                raise _unreachable("targets.ttft_ms", ttft, enough / _TTFT_PART)
+            if request.deadline is not None and request.arrival + need > request.deadline:
+                raise _unreachable("deadline_ms", request.deadline - request.arrival, enough)
         if time_per_token is not None and not request.is_batch:
             single = self._times.model.seconds(StepShape(1, len(request.tokens)))
             if single > time_per_token * _TIME_PER_TOKEN_PART:
@@ -183,7 +188,9 @@ class Admission:
         if load.may_displace:
             return 0.0
         rows_short = math.ceil(ahead.requests) + 1 - load.num_free_rows
-        wanted = ahead.tokens + len(request.tokens) + load.lengths.mean_tokens * (1.0 + ahead.requests)
+        mean = load.lengths.mean_tokens
+        own = min(len(request.tokens) + mean, request.max_total_tokens)
+        wanted = ahead.tokens + mean * ahead.requests + own
         blocks_short = wanted / load.block_tokens - load.num_free_blocks
         if rows_short <= 0 and blocks_short <= 0:
             return 0.0
@@ -195,7 +202,7 @@ class Admission:
             if rows_short <= 0 and blocks_short <= 0:
                 return steps * step_seconds
         # Those ahead must end too before it is this one's turn.
-        return (steps + max(rows_short, 1) * load.lengths.mean_tokens / max(1, len(load.running))) * step_seconds
+        return (steps + max(rows_short, 1) * mean / max(1, len(load.running))) * step_seconds
 
 
 def _unreachable(param: str, wanted_seconds: float, least_seconds: float) -> TargetUnreachable:

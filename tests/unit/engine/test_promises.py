@@ -189,6 +189,11 @@ def test_a_deadline_that_an_idle_engine_could_not_meet_is_the_callers_mistake_ev
     assert (hopeless.last.error_code, hopeless.last.error_param) == (TargetUnreachable.code, "deadline_ms")
 
 
+def test_a_request_that_fills_the_whole_cache_is_in_time_where_it_is_alone():
+    engine = VirtualEngine(known=H200_LLAMA_8B, max_context_tokens=1600, num_tokens=1600)
+    assert not engine.submit(request("a", prompt=1590, answer=10, targets=Targets(ttft_seconds=0.06))).refused
+
+
 def test_a_request_that_is_alone_is_not_slowed_by_its_own_time_per_token():
     engine = VirtualEngine(known=H200_LLAMA_8B)
     outcome = engine.submit(request("a", prompt=4000, targets=Targets(0.2, 0.006)))
