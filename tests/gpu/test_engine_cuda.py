@@ -96,7 +96,7 @@ def test_captured_steps_with_prompts_draw_what_plain_ones_draw(files: ModelFiles
 def test_every_token_is_the_same_when_blocks_run_out(files: ModelFiles) -> None:
     roomy = answers(make_engine(files), PROMPTS * 3, temperature=0.0)
     tight = make_engine(files, kv_memory="40KiB")
-    tight.scheduler._mean_output_tokens = 0.0  # so that more are let in than can end
+    tight.scheduler.placement.lengths.mean_tokens = 0.0  # so that more are let in than can end
     assert answers(tight, PROMPTS * 3, temperature=0.0) == roomy
     assert tight.metrics.num_preemptions > 0
     assert tight.scheduler.cache.pool.num_held == 0
