@@ -168,13 +168,14 @@ def gather(given: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ,
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return a sentence for each variable that looks like an option's but is none."""
-    known = [_variable(item.name) for item in dataclasses.fields(Options)]
+    known = [item.name for item in dataclasses.fields(Options)]
+    allowed = {*map(_variable, known), *_OTHER_VARIABLES}
     sentences = []
-    for name in sorted(environ):
-        if name.startswith(_PREFIX) and name not in known and name not in _OTHER_VARIABLES:
-            close = difflib.get_close_matches(name, known, n=1)
-            advice = f"did you mean {close[0]}?" if close else "`penstock explain` lists the options"
-            sentences.append(f"{name} is no option and is ignored; {advice}")
+    for variable in sorted(environ):
+        if variable.startswith(_PREFIX) and variable not in allowed:
+            close = difflib.get_close_matches(variable.removeprefix(_PREFIX).lower(), known, n=1)
+            advice = f"did you mean {_variable(close[0])}?" if close else "`penstock explain` lists the options"
+            sentences.append(f"{variable} is no option and is ignored; {advice}")
     return sentences
 
 
