@@ -34,7 +34,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(keys.app, name="keys")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens to answer with")]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens to answer with (default: 128, or what fits)")]
 Temperature = Annotated[float | None, typer.Option(min=0.0, max=2.0, help="0 is greedy; more is more varied")]
 
 
@@ -105,9 +105,7 @@ def models(sourced: Sourced, json: Json = False) -> int:
 def chat(
     *,
     url: Annotated[str, typer.Option(help="The server")] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key that the server wants", show_default=False)
-    ] = None,
+    api_key: bench.ApiKey = None,
     model: Annotated[
         str | None, typer.Option(help="Model to talk to (default: the first served)", show_default=False)
     ] = None,
@@ -130,7 +128,7 @@ def chat(
 def generate(
     sourced: Sourced,
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads standard input")],
-    max_tokens: MaxTokens = 128,
+    max_tokens: MaxTokens = None,
     temperature: Temperature = 0.0,
 ) -> int:
     """Continue a prompt once, without a server."""

@@ -8,6 +8,7 @@ TOML file named by --config, the default.
 """
 
 import dataclasses
+import difflib
 import math
 import os
 import re
@@ -20,6 +21,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.errors import ConfigError
+
+_PREFIX = "PENSTOCK_"
+_OTHER_VARIABLES = frozenset({"PENSTOCK_API_KEY"})  # the key that `penstock chat` and `penstock bench` send
 
 Group = Literal["model", "device", "memory", "scheduler", "server"]
 
@@ -128,6 +132,10 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _variable(name: str) -> str:
+    return _PREFIX + name.upper()
+
+
 def gather(given: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ, file: Path | None = None) -> Sourced:
     """Merge the command line, environment and file over the defaults, and check every value.
 
@@ -149,13 +157,26 @@ def gather(given: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ,
         for name, value in _read_file(file).items():
             take(name.replace("-", "_"), value, f"file {file}", name)
     for name in fields:
-        variable = f"PENSTOCK_{name.upper()}"
+        variable = _variable(name)
         if variable in environ:
             take(name, environ[variable], f"environment {variable}", variable)
     for name, value in given.items():
         if value is not None:
             take(name, value, "command line", flag(name))
     return Sourced(Options(**values), sources)
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return a sentence for each variable that looks like an option's but is none."""
+    known = [item.name for item in dataclasses.fields(Options)]
+    allowed = {*map(_variable, known), *_OTHER_VARIABLES}
+    sentences = []
+    for variable in sorted(environ):
+        if variable.startswith(_PREFIX) and variable not in allowed:
+            close = difflib.get_close_matches(variable.removeprefix(_PREFIX).lower(), known, n=1)
+            advice = f"did you mean {_variable(close[0])}?" if close else "`penstock explain` lists the options"
+            sentences.append(f"{variable} is no option and is ignored; {advice}")
+    return sentences
 
 
 def parse_bytes(option: str, text: str) -> int:

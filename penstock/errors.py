@@ -133,12 +133,11 @@ class ContextTooLong(RequestError):
         what: str = "the prompt",
         param: str = "messages",
         at_least: bool = False,
+        right: str = "at least one token must be left for the answer",
     ) -> None:
         number = f"at least {num_tokens}" if at_least else num_tokens
         super().__init__(
-            f"{what} has {number} tokens, but the longest context here is {max_tokens} tokens, "
-            "and at least one token must be left for the answer",
-            param=param,
+            f"{what} has {number} tokens, but the longest context here is {max_tokens} tokens; {right}", param=param
         )
         self.num_tokens = num_tokens
         self.max_tokens = max_tokens

@@ -10,14 +10,17 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from penstock.config import gather
 from penstock.engine.builder import build_engine
 from penstock.engine.messages import Submit, TokenEvent, TokenLogprob
+from penstock.engine.scheduler.intake import check_submit
 from penstock.engine.timeline import Timeline
 from penstock.engine.tokenizer import Tokenizer
-from penstock.errors import EngineFailed, InvalidParameter
+from penstock.errors import EngineFailed, RequestError, TemplateFailed
 from penstock.models import store
-from penstock.request import FinishReason, SamplingParams
+from penstock.request import FinishReason, SamplingParams, check_answer_fits
 from penstock.server.chat_template import ChatTemplate
 from penstock.server.text_assembly import TextAssembler
 
@@ -100,7 +103,10 @@ class LLM:
     def generate(
         self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Continue each prompt (text or token ids). One `SamplingParams` for all, or one for each."""
+        """Continue each prompt (text or token ids). One `SamplingParams` for all, or one for each.
+
+        Raises RequestError before any of them runs, where one cannot.
+        """
         ids = [self._to_ids(prompt) for prompt in _as_list(prompts)]
         each = self._params_for(ids, params)
         done = self._run(ids, each)
@@ -109,7 +115,7 @@ class LLM:
     def chat(self, messages: list[dict[str, str]], params: SamplingParams | None = None) -> Completion:
         """Answer a conversation, through the model's chat template."""
         if self.tokenizer.chat_template is None:
-            raise InvalidParameter("messages", "a chat", "this model has no chat template; use generate()")
+            raise TemplateFailed("this model has no chat template; use generate()", param="messages")
         text = asyncio.run(self._render(self.tokenizer.chat_template, messages))
         ids = self.tokenizer.encode(text, add_special=False)
         return self.generate([ids], params)[0]
@@ -143,11 +149,13 @@ class LLM:
         if isinstance(params, SamplingParams):
             return [params] * len(prompts)
         if len(params) != len(prompts):
-            raise InvalidParameter("params", f"{len(params)} of them", f"give one, or one for each of {len(prompts)}")
+            message = f"there are {len(params)} params for {len(prompts)} prompts; give one, or one for each"
+            raise RequestError(message, param="params")
         return list(params)
 
     def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[_Open]:
         """Run requests to their ends, keeping the engine's queue within its bound. The longest answers start first."""
+        submits = [self._checked(prompt, chosen) for prompt, chosen in zip(prompts, params, strict=True)]
         done: dict[int, _Open] = {}
         open_requests: dict[str, _Open] = {}
         longest = self.config.max_context_tokens
@@ -157,7 +165,7 @@ class LLM:
             while waiting or open_requests:
                 while waiting and len(open_requests) < limit:
                     index = waiting.pop()
-                    done[index] = self._submit(prompts[index], params[index], open_requests)
+                    done[index] = self._submit(submits[index], open_requests)
                 self._take(self._engine.step(), open_requests)
         finally:
             self._engine.abort(b"", list(open_requests))
@@ -165,14 +173,20 @@ class LLM:
                 self._engine.step()
         return [done[index] for index in range(len(prompts))]
 
-    def _submit(self, prompt: list[int], params: SamplingParams, open_requests: dict[str, _Open]) -> _Open:
-        name = str(self._next_id)
+    def _checked(self, prompt: list[int], params: SamplingParams) -> Submit:
+        """Return a request that the engine will not refuse. Raises RequestError."""
+        submit = Submit(request_id=str(self._next_id), prompt=prompt, params=params, arrival=time.monotonic())
         self._next_id += 1
-        refused = self._engine.submit(Submit(request_id=name, prompt=prompt, params=params, arrival=time.monotonic()))
-        request = _Open(TextAssembler(self.tokenizer, params), len(prompt))
-        for _, event in refused:
+        max_context_tokens = self.config.max_context_tokens
+        check_submit(submit, max_context_tokens=max_context_tokens, vocab_size=self.spec.vocab_size)
+        check_answer_fits(len(prompt), params.max_tokens, max_context_tokens)
+        return submit
+
+    def _submit(self, submit: Submit, open_requests: dict[str, _Open]) -> _Open:
+        request = _Open(TextAssembler(self.tokenizer, submit.params), len(submit.prompt))
+        for _, event in self._engine.submit(msgspec.structs.replace(submit, arrival=time.monotonic())):
             request.take(event)
-        open_requests[name] = request
+        open_requests[submit.request_id] = request
         return request
 
     def _take(self, events: list[tuple[bytes, TokenEvent]], open_requests: dict[str, _Open]) -> None:

@@ -8,7 +8,7 @@ import math
 
 import msgspec
 
-from penstock.errors import InvalidParameter
+from penstock.errors import ContextTooLong, InvalidParameter
 
 MAX_LOGPROBS = 20
 MAX_COUNT = 2**31 - 1  # of tokens, where nothing else sets a limit
@@ -97,6 +97,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_range("logit_bias", bias, -100.0, 100.0)
         for token_id in self.stop_token_ids:
             _check_token("stop_token_ids", token_id, vocab_size)
+
+
+def check_answer_fits(
+    num_prompt_tokens: int, max_tokens: int | None, max_context_tokens: int, *, param: str = "max_tokens"
+) -> None:
+    """Raise when the answer that was asked for would not fit behind the prompt: it is never cut short silently."""
+    room = max_context_tokens - num_prompt_tokens
+    if max_tokens is not None and max_tokens > room:
+        what = f"the prompt ({num_prompt_tokens} tokens) plus {param} ({max_tokens})"
+        total = num_prompt_tokens + max_tokens
+        raise ContextTooLong(total, max_context_tokens, what=what, param=param, right=f"give at most {room}")
 
 
 def _check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.errors import InvalidParameter
 from penstock.request import MAX_PRIORITY, NO_TARGETS, Targets
 
 # Whom requests count for where no keys are used.
@@ -103,20 +104,19 @@ def check_name(name: Any) -> str | None:
     return "needs a name of up to 64 letters, digits, '.', '_' or '-'"
 
 
-def check_terms(terms: KeyTerms) -> str | None:
-    """Return what is wrong with terms of the right types, or None."""
+def check_terms(terms: KeyTerms) -> None:
+    """Raise InvalidParameter for the first of terms of the right types that cannot be kept."""
     if not math.isfinite(terms.weight) or terms.weight <= 0:
-        return "weight must be a number over 0"
+        raise InvalidParameter("weight", terms.weight, "give a number over 0")
     if terms.priority is not None and abs(terms.priority) > MAX_PRIORITY:
-        return f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+        raise InvalidParameter("priority", terms.priority, f"give an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}")
     if terms.models is not None and not terms.models:
-        return "models must name at least one, or be left out"
-    for struct in (terms.limits, terms.targets):
+        raise InvalidParameter("models", [], "name at least one, or leave it out")
+    for group, struct in (("limits", terms.limits), ("targets", terms.targets)):
         for field in struct.__struct_fields__:
             value = getattr(struct, field)
             if value is not None and not (math.isfinite(value) and 0 < value < 2**53):
-                return f"{field} must be a number over 0"
-    return None
+                raise InvalidParameter(f"{group}.{field}", value, "give a number over 0")
 
 
 def read_terms(document: dict[str, Any]) -> KeyTerms:
@@ -126,9 +126,7 @@ def read_terms(document: dict[str, Any]) -> KeyTerms:
         raise ValueError(f"targets may hold {' and '.join(Targets.__struct_fields__)} only")
     try:
         terms = msgspec.convert(document, KeyTerms)
-    except msgspec.ValidationError as error:
+        check_terms(terms)
+    except (msgspec.ValidationError, InvalidParameter) as error:
         raise ValueError(str(error)) from None
-    wrong = check_terms(terms)
-    if wrong is not None:
-        raise ValueError(wrong)
     return terms

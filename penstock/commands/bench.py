@@ -23,6 +23,10 @@ app = typer.Typer(help="Measure a server or an engine under load.", no_args_is_h
 
 LOAD, ASKING, RESULT = "Load", "How to ask", "Result"
 
+ApiKey = Annotated[
+    str | None,
+    typer.Option(envvar=["PENSTOCK_API_KEY", "OPENAI_API_KEY"], help="Key that the server wants", show_default=False),
+]
 WorkloadNames = Annotated[
     str | None,
     typer.Option(metavar="NAME,…", help="Named workloads, such as rate10 or cpu8", rich_help_panel=LOAD),
@@ -60,10 +64,11 @@ Temperature = Annotated[
 ]
 IgnoreEos = Annotated[bool, typer.Option(help="Answers as long as asked for, past end-of-text", rich_help_panel=ASKING)]
 SloTtft = Annotated[
-    float | None, typer.Option(metavar="MS", help="Goodput: most time to first token", rich_help_panel=RESULT)
+    float | None, typer.Option(min=0.0, metavar="MS", help="Goodput: most time to first token", rich_help_panel=RESULT)
 ]
 SloTpot = Annotated[
-    float | None, typer.Option(metavar="MS", help="Goodput: most time per output token", rich_help_panel=RESULT)
+    float | None,
+    typer.Option(min=0.0, metavar="MS", help="Goodput: most time per output token", rich_help_panel=RESULT),
 ]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write every figure", rich_help_panel=RESULT)
@@ -74,9 +79,7 @@ JsonFile = Annotated[
 def serve(
     *,
     url: Annotated[str, typer.Option(help="The server: Penstock or any with OpenAI's API")] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key that the server wants", show_default=False)
-    ] = None,
+    api_key: ApiKey = None,
     model: Annotated[str | None, typer.Option(help="Model to ask (default: the first served)")] = None,
     workload: WorkloadNames = None,
     shape: ShapeText = None,

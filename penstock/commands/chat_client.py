@@ -212,5 +212,5 @@ def _refusal(url: str, status: int, body: bytes) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         message = "no reason given"
     if status == 401:
-        return f"{url} wants another key ({message}); give it with --api-key or OPENAI_API_KEY"
+        return f"{url} wants another key ({message}); give it with --api-key or PENSTOCK_API_KEY"
     return f"{url} refused with status {status}: {message}"

@@ -32,7 +32,7 @@ def run(sourced: Sourced, work: Work, arrivals: Arrivals, asked: Simulated) -> i
     """Print the report; with a measured one to compare with, return 1 where they differ too much."""
     measured = None if asked.against is None else document.read_report(asked.against)
     workloads = arrivals.apply(work.workloads())
-    profile = read_profile(asked.profile)
+    profile = read_profile(asked.profile, option="--profile")
     simulated_options = replace(sourced.options, device="simulated", simulated_profile=asked.profile)
     server = configure(Sourced(simulated_options, sourced.sources), profile, num_replicas=asked.num_replicas)
     report = simulate(server, workloads, asked.level)

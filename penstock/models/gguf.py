@@ -17,6 +17,7 @@ from penstock.errors import ModelError
 from penstock.models.file_map import map_file
 
 _MAGIC = b"GGUF"
+_CUT_SHORT = "the file is truncated or damaged, fetch it again"
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
 _MAX_NAME_LENGTH = 65535
@@ -148,7 +149,7 @@ class _Reader:
         if num_tensors * 33 + num_entries * 14 > self._size - self._position:
             self._refuse(
                 f"the header promises {num_tensors} tensors and {num_entries} metadata entries, "
-                f"more than fit into {self._size} bytes; the file is truncated or damaged"
+                f"more than fit into {self._size} bytes; {_CUT_SHORT}"
             )
         return num_tensors, num_entries
 
@@ -252,7 +253,7 @@ class _Reader:
     def _strings(self, count: int, key: str) -> list[object]:
         """Read an array of strings: a loop kept tight, since vocabularies have hundreds of thousands."""
         if count * 8 > self._size - self._position:
-            self._refuse(f"metadata {key!r} promises {count} strings, more than fit into the file")
+            self._refuse(f"metadata {key!r} promises {count} strings, more than fit into the file; {_CUT_SHORT}")
         view, size, position, unpack = self._view, self._size, self._position, _U64.unpack_from
         strings: list[object] = []
         append = strings.append
@@ -261,10 +262,10 @@ class _Reader:
                 start = position + 8
                 position = start + unpack(view, position)[0]
                 if position > size:
-                    self._refuse(f"a string of metadata {key!r} ends after the file; the file is truncated or damaged")
+                    self._refuse(f"a string of metadata {key!r} ends after the file; {_CUT_SHORT}")
                 append(str(view[start:position], "utf-8"))
         except struct.error:
-            self._refuse(f"metadata {key!r} ends after the file; the file is truncated or damaged")
+            self._refuse(f"metadata {key!r} ends after the file; {_CUT_SHORT}")
         except UnicodeDecodeError:
             self._refuse(f"a string of metadata {key!r} is not UTF-8")
         self._position = position
@@ -296,7 +297,7 @@ class _Reader:
         """Step over bytes that must be there and return where they start."""
         start = self._position
         if num_bytes > self._size - start:
-            self._refuse(f"{what} ends after the file's {self._size} bytes; the file is truncated or damaged")
+            self._refuse(f"{what} ends after the file's {self._size} bytes; {_CUT_SHORT}")
         self._position = start + num_bytes
         return start
 

@@ -3,7 +3,6 @@
 import msgspec
 from pydantic import Field
 
-from penstock.errors import InvalidParameter
 from penstock.protocol.wire import WireModel
 from penstock.request import Targets
 from penstock.tenants import KeyTerms, Limits, StoredKey, Usage, check_terms
@@ -47,9 +46,7 @@ class KeyRequest(WireModel):
             limits=Limits(**self.limits.model_dump()),
             targets=Targets(**self.targets.model_dump()),
         )
-        wrong = check_terms(terms)
-        if wrong is not None:
-            raise InvalidParameter("terms", msgspec.to_builtins(terms), wrong)
+        check_terms(terms)
         return terms
 
 

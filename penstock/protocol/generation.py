@@ -117,7 +117,8 @@ class GenerationRequest(WireModel):
         if self.stream_options is None:
             return
         if not self.wants_stream:
-            raise InvalidParameter("stream_options", "given", "give it only with stream=true")
+            given = self.stream_options.model_dump(exclude_unset=True)
+            raise InvalidParameter("stream_options", given, "give it only with stream=true")
         if self.stream_options.include_obfuscation:
             raise UnsupportedParameter("stream_options.include_obfuscation", "leave it out or give false")
 

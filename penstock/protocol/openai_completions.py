@@ -74,7 +74,8 @@ class CompletionRequest(GenerationRequest):
             raise UnsupportedParameter("best_of", f"leave it out or give n ({self.num_choices})")
         num_answers = len(self.prompt) * self.num_choices
         if num_answers > MAX_CHOICES:
-            raise InvalidParameter("prompt", f"{len(self.prompt)} prompts", f"prompts × n may be at most {MAX_CHOICES}")
+            right = f"{len(self.prompt)} prompts × n ({self.num_choices}) are {num_answers}; give at most {MAX_CHOICES}"
+            raise InvalidParameter("prompt", self.prompt, right)
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise InvalidParameter("logprobs", self.logprobs, f"give an integer from 0 to {MAX_LOGPROBS}")
         if self.echo and self.logprobs:

@@ -31,6 +31,10 @@ class WireModel(BaseModel):
     # Defined by the API and not supported: only these values, which ask for nothing, are accepted.
     REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType({})
 
+    @classmethod
+    def has_required_fields(cls) -> bool:
+        return any(field.is_required() for field in cls.model_fields.values())
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_crowds(cls, fields: Any) -> Any:

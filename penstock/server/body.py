@@ -1,24 +1,58 @@
-"""Reading a request's JSON body, within its limit.
+"""Reading a request's JSON body, within its limit, and what is left of one that was refused.
 
 The limit holds while the bytes arrive, whatever the Content-Length header says or does not say. Knows nothing of what
 the body means: that is `protocol`'s.
 """
 
 import asyncio
+import contextlib
 from typing import TypeVar
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.types import Message, Receive, Scope
 
 from penstock.errors import BodyTooLarge, WrongMediaType
 from penstock.protocol.wire import WireModel, parse_request
 
 _LARGE_BODY_BYTES = 256 * 1024  # from here on a thread reads it, so that others' streams go on meanwhile
+_MAX_DISCARDED_BYTES = 32 * 1024 * 1024
+_DISCARD_SECONDS = 1.0
 
 Wanted = TypeVar("Wanted", bound=WireModel)
 
 
+class UnreadBody:
+    """A request's body as far as nobody has read it: `receive` for the app, `discard` for what the app leaves."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        headers = Headers(scope=scope)
+        # Who waits for our word before he sends a body need not be read to its end.
+        self._is_left = has_body(headers) and "expect" not in headers
+        self._receive = receive
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._is_left = self._is_left and bool(message.get("more_body"))
+        return message
+
+    async def discard(self) -> None:
+        """Read what is left, within bounds: a connection closed over unread bytes is reset, and our answer lost."""
+        num_bytes = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DISCARD_SECONDS):
+                while self._is_left and num_bytes < _MAX_DISCARDED_BYTES:
+                    num_bytes += len((await self.receive()).get("body", b""))
+
+
+def has_body(headers: Headers) -> bool:
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+
+
 async def read_request(request: Request, kind: type[Wanted], max_bytes: int) -> Wanted:
-    """Return the checked body. Raises RequestError."""
+    """Return the checked body; none at all is as good as an empty object. Raises RequestError."""
+    if not kind.has_required_fields() and not has_body(request.headers):
+        return kind()
     # A web page may send other types to any local server without asking; JSON it may not.
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":

@@ -35,7 +35,8 @@ def check_continuation(
         return []
     token_ids = wanted.continue_from.token_ids
     if not _can_move(wanted, params, wanted.num_choices * len(prompts)):
-        raise InvalidParameter("continue_from", "given", "give it only with stream, one choice and no logprobs")
+        given = wanted.continue_from.model_dump(exclude_unset=True)
+        raise InvalidParameter("continue_from", given, "give it only with stream, one choice and no logprobs")
     wrong = next((item for item in token_ids if not 0 <= item < info.vocab_size), None)
     if wrong is not None:
         raise InvalidParameter("continue_from", wrong, f"give token ids from 0 to {info.vocab_size - 1}")

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.protocol.errors import reply_for
+from penstock.server.body import UnreadBody
 from penstock.server.endpoint import attach_record
 from penstock.server.metrics import ServerMetrics
 from penstock.server.streaming import CLIENT_GONE_STATUS
@@ -23,6 +24,7 @@ _logger = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _QUIET_ROUTES = frozenset({"/live", "/ready", "/metrics"})  # asked again and again; whoever asks has the answer
 _MAX_PATH = 200
+_STRANGER_STATUS = 401  # nothing of a stranger's body is read
 
 
 class FrontDoor:
@@ -36,16 +38,19 @@ class FrontDoor:
             return
         record = _open_record(scope)
         attach_record(scope, record)
+        body = UnreadBody(scope, receive)
         identity = (b"x-request-id", record.request_id.encode())
 
         async def send_with_identity(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), identity]
+                if record.status >= 400 and record.status != _STRANGER_STATUS:
+                    await body.discard()
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_identity)
+            await self._app(scope, body.receive, send_with_identity)
         except ClientDisconnect:
             record.finish = "abort"
             record.status = record.status or CLIENT_GONE_STATUS

@@ -56,7 +56,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         operation["parameters"] = [{"name": name, **shape} for name in names]
     if endpoint.takes is not None:
         content: dict[str, Any] = {"application/json": {"schema": _reference(endpoint.takes)}}
-        operation["requestBody"] = {"required": True, "content": content}
+        operation["requestBody"] = {"required": endpoint.takes.has_required_fields(), "content": content}
     if endpoint.form is not None:
         content = {"multipart/form-data": {"schema": dict(endpoint.form)}}
         operation["requestBody"] = {"required": True, "content": content}

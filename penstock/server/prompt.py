@@ -66,11 +66,3 @@ def check_prompt(prompt: Prompt, info: EngineInfo, *, param: str) -> None:
             raise InvalidParameter(param, wrong, f"give token ids from 0 to {info.vocab_size - 1}")
     if len(prompt.token_ids) >= info.max_context_tokens:
         raise ContextTooLong(len(prompt.token_ids), info.max_context_tokens, param=param)
-
-
-def check_answer_fits(prompt: Prompt, max_tokens: int | None, info: EngineInfo, *, param: str) -> None:
-    """Raise when the answer that was asked for would not fit behind the prompt: it is never cut short silently."""
-    num_prompt, limit = len(prompt.token_ids), info.max_context_tokens
-    if max_tokens is not None and num_prompt + max_tokens > limit:
-        what = f"the prompt ({num_prompt} tokens) plus {param} ({max_tokens})"
-        raise ContextTooLong(num_prompt + max_tokens, limit, what=what, param=param)

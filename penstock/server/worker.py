@@ -98,7 +98,8 @@ class Worker:
         for server, _ in self._servers:
             server.should_exit = True
         asyncio.get_running_loop().call_later(self._drain_seconds, self._end_drain)
-        log_event(log, "draining", open_requests=len(self._context.answers))
+        if len(self._context.answers):
+            log_event(log, "draining", open_requests=len(self._context.answers))
 
     def _end_drain(self) -> None:
         self._context.answers.end_all(EngineUnavailable("the server is shutting down; try again in a moment"))

@@ -26,9 +26,7 @@ class KeyStore:
         wrong = check_name(name)
         if wrong is not None:
             raise RequestError(f"the key {wrong}", param="name")
-        wrong = check_terms(terms)
-        if wrong is not None:
-            raise RequestError(wrong, param="terms")
+        check_terms(terms)
         with self._database.writing() as connection:
             if connection.execute(select(keys.c.name).where(keys.c.name == name)).first() is not None:
                 raise RequestError(f"there is, or was, a key named {name!r}; give another name", param="name")

@@ -112,6 +112,14 @@ def test_a_file_and_the_environment_are_read(served: Served, tmp_path: Path, mon
     assert served.options.max_running == 3
 
 
+def test_a_misspelt_variable_is_told_and_ignored(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PENSTOCK_POTR", "1")
+    assert run("serve") == 0
+    assert capsys.readouterr().err == "PENSTOCK_POTR is no option and is ignored; did you mean PENSTOCK_PORT?\n"
+
+
 def test_the_servers_exit_status_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "run", Served(7))
     assert run("serve") == 7
@@ -197,6 +205,17 @@ def test_chat_hands_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "from-environment")
     run("chat", "--url", "http://there", "--system", "Be brief.", "--temperature", "0")
     assert calls == [("http://there", "from-environment", None, "Be brief.", {"temperature": 0.0})]
+
+
+def test_the_key_of_penstock_goes_before_that_of_openai(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.commands import chat
+
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(chat, "run", lambda *values: calls.append(values))
+    monkeypatch.setenv("OPENAI_API_KEY", "of-openai")
+    monkeypatch.setenv("PENSTOCK_API_KEY", "of-penstock")
+    run("chat")
+    assert calls[0][1] == "of-penstock"
 
 
 def test_python_can_run_the_package(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import Options, flag, gather, parse_bytes
+from penstock.config import Options, flag, gather, parse_bytes, unknown_variables
 from penstock.errors import ConfigError
 
 
@@ -114,3 +114,11 @@ def test_every_option_has_a_group_and_a_help_text() -> None:
         assert item.metadata["group"] in ("model", "device", "memory", "scheduler", "server")
         assert item.metadata["help"][0].isupper() or item.metadata["help"].startswith("auto:")
         assert not item.metadata["help"].endswith(".")
+
+
+def test_a_misspelt_variable_is_named_with_the_nearest_option():
+    environ = {"PENSTOCK_POTR": "1", "PENSTOCK_PORT": "2", "PENSTOCK_API_KEY": "x", "POTR": "3", "PENSTOCK_XQZW": "4"}
+    assert unknown_variables(environ) == [
+        "PENSTOCK_POTR is no option and is ignored; did you mean PENSTOCK_PORT?",
+        "PENSTOCK_XQZW is no option and is ignored; `penstock explain` lists the options",
+    ]

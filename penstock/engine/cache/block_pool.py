@@ -41,9 +41,6 @@ class BlockPool:
         """Return the block of this name, held or free. Changes nothing."""
         return self._index.get(name)
 
-    def name_of(self, block: int) -> BlockHash | None:
-        return self._names[block]
-
     def is_held(self, block: int) -> bool:
         return self._counts[block] > 0
 
@@ -94,15 +91,6 @@ class BlockPool:
         for block in named:
             self.forget(block)
         return named
-
-    def free_blocks(self) -> list[int]:
-        """The free list in order of reuse. For tests and inspection: O(free)."""
-        found = []
-        block = self._next[SCRATCH_BLOCK]
-        while block != SCRATCH_BLOCK:
-            found.append(block)
-            block = self._next[block]
-        return found
 
     def _link_before(self, block: int, successor: int) -> None:
         predecessor = self._previous[successor]

@@ -11,10 +11,11 @@ def check_submit(submit: Submit, *, max_context_tokens: int, vocab_size: int) ->
     if num_prompt == 0:
         raise InvalidParameter("prompt", [], "give at least one token")
     if num_prompt >= max_context_tokens:
-        raise ContextTooLong(num_prompt, max_context_tokens)
+        raise ContextTooLong(num_prompt, max_context_tokens, param="prompt")
     submit.params.validate(vocab_size)
-    if max(submit.prompt) >= vocab_size or min(submit.prompt) < 0:
-        raise InvalidParameter("prompt", "a token id", f"give token ids from 0 to {vocab_size - 1}")
+    for token_id in (max(submit.prompt), min(submit.prompt)):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidParameter("prompt", token_id, f"give token ids from 0 to {vocab_size - 1}")
     if not 0 <= submit.num_answer_tokens < num_prompt:
         raise InvalidParameter("num_answer_tokens", submit.num_answer_tokens, "leave at least one prompt token")
     if not -MAX_PRIORITY <= submit.priority <= MAX_PRIORITY:

@@ -14,7 +14,6 @@ import msgspec
 
 from penstock.errors import ConfigError
 
-_OPTION = "--simulated-profile"
 _FOLDER = Path(__file__).parent / "profiles"
 
 
@@ -142,18 +141,21 @@ def profile_names() -> list[str]:
     return sorted(file.stem for file in _FOLDER.glob("*.json"))
 
 
-def read_profile(text: str) -> Profile:
-    """Return a profile by its name or file; "name@0.1" takes a tenth of the time. Raises ConfigError."""
+def read_profile(text: str, *, option: str = "--simulated-profile") -> Profile:
+    """Return a profile by its name or file; "name@0.1" takes a tenth of the time.
+
+    Raises ConfigError that names `option`, by which the profile was given.
+    """
     name, has_scale, scale = text.rpartition("@")
     if not has_scale:
-        return _read(text)
+        return _read(text, option)
     try:
         factor = float(scale)
     except ValueError:
         factor = 0.0
     if not 0 < factor < math.inf:
-        raise ConfigError(_OPTION, text, "after @ give how long a second takes, such as 0.1")
-    return _read(name).scaled(factor)
+        raise ConfigError(option, text, "after @ give how long a second takes, such as 0.1")
+    return _read(name, option).scaled(factor)
 
 
 def write_profile(profile: Profile, file: Path) -> None:
@@ -166,18 +168,18 @@ def write_profile(profile: Profile, file: Path) -> None:
         raise ConfigError("--out", str(file), f"it cannot be written ({error.strerror})") from error
 
 
-def _read(name: str) -> Profile:
+def _read(name: str, option: str) -> Profile:
     file = Path(name).expanduser()
     if name in profile_names():
         file = _FOLDER / f"{name}.json"
     elif not file.is_file():
-        raise ConfigError(_OPTION, name, f"give a file of `penstock bench profile` or one of: {_shown_names()}")
+        raise ConfigError(option, name, f"give a file of `penstock bench profile` or one of: {_shown_names()}")
     try:
         return msgspec.json.decode(file.read_bytes(), type=Profile)
     except OSError as error:
-        raise ConfigError(_OPTION, name, f"it cannot be read ({error.strerror})") from error
+        raise ConfigError(option, name, f"it cannot be read ({error.strerror})") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(_OPTION, name, f"it is no profile: {error}") from error
+        raise ConfigError(option, name, f"it is no profile: {error}") from error
 
 
 def _shown_names() -> str:

@@ -39,7 +39,8 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
         return json_response(NewSecret(wanted.name, secret))
 
     async def rotate(request: Request) -> Response:
-        wanted, name = await read_request(request, RotateRequest, max_bytes), request.path_params["name"]
+        wanted = await read_request(request, RotateRequest, max_bytes)
+        name = request.path_params["name"]
         secret = await on_keys(lambda store: store.rotate(name, overlap_seconds=wanted.overlap_seconds))
         return json_response(NewSecret(name, secret))
 

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from penstock.protocol.frames import FRAMES_HEADER
 from penstock.protocol.openai_chat import ChatChunk, ChatCompletion, ChatRequest
-from penstock.request import Tier
+from penstock.request import Tier, check_answer_fits
 from penstock.server.answer import Answer
 from penstock.server.body import read_request
 from penstock.server.chat_reply import ChatReply
@@ -16,7 +16,7 @@ from penstock.server.context import ServerContext
 from penstock.server.continuation import check_continuation, framed_params
 from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
 from penstock.server.generation import begin_answer
-from penstock.server.prompt import chat_prompt, check_answer_fits, check_num_answers, check_prompt
+from penstock.server.prompt import chat_prompt, check_num_answers, check_prompt
 from penstock.server.streaming import AnswerResponse
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
@@ -82,7 +82,7 @@ async def begin_chat(
     prompt = await chat_prompt(context, chat.messages, info)
     check_prompt(prompt, info, param="messages")
     limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
-    check_answer_fits(prompt, max_tokens, info, param=limit_name)
+    check_answer_fits(len(prompt.token_ids), max_tokens, info.max_context_tokens, param=limit_name)
     answer_so_far = check_continuation(chat, params, [prompt], info)
     framed = framed_params(frames, chat, params, chat.num_choices)
     reply = ChatReply(

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from penstock.engine.messages import EngineInfo
 from penstock.protocol.frames import FRAMES_HEADER
 from penstock.protocol.openai_completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
-from penstock.request import SamplingParams, Tier
+from penstock.request import SamplingParams, Tier, check_answer_fits
 from penstock.server.answer import Answer, Prompt
 from penstock.server.body import read_request
 from penstock.server.completion_reply import CompletionReply
@@ -17,7 +17,7 @@ from penstock.server.context import ServerContext
 from penstock.server.continuation import check_continuation, framed_params
 from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
 from penstock.server.generation import begin_answer
-from penstock.server.prompt import check_answer_fits, check_num_answers, check_prompt, text_prompt
+from penstock.server.prompt import check_num_answers, check_prompt, text_prompt
 from penstock.server.streaming import AnswerResponse
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
@@ -82,7 +82,7 @@ async def begin_completion(
     prompts = [await _prompt(context, prompt, info) for prompt in wanted.prompt]
     for prompt in prompts:
         check_prompt(prompt, info, param="prompt")
-        check_answer_fits(prompt, wanted.max_tokens, info, param="max_tokens")
+        check_answer_fits(len(prompt.token_ids), wanted.max_tokens, info.max_context_tokens)
     begun = wanted.continue_from
     answer_so_far = check_continuation(wanted, params, prompts, info)
     num_answers = len(prompts) * wanted.num_choices

@@ -77,7 +77,7 @@ class StreamClient:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise RemoteError(f"no server answers at {self.url}; start one, or name another with --url") from error
         if status == 401:
-            raise RemoteError(f"{self.url} wants a key; give it with --api-key or OPENAI_API_KEY")
+            raise RemoteError(f"{self.url} wants a key; give it with --api-key or PENSTOCK_API_KEY")
         document = _parse(body)
         listed = document.get("data") if isinstance(document, dict) else None
         if not (isinstance(listed, list) and listed and isinstance(listed[0], dict) and "id" in listed[0]):

@@ -15,6 +15,16 @@ class Continuation:
     text: str
 
 
+@dataclass
+class FakeConfig:
+    max_context_tokens: int
+
+
+class FakeTokenizer:
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
+        return [1] * len(text)
+
+
 class FakeLlm:
     """Remembers how it was made and what it was asked."""
 
@@ -24,6 +34,7 @@ class FakeLlm:
         self.model, self.options = model, options
         self.asked: tuple[list[str], SamplingParams] | None = None
         self.closed = False
+        self.config, self.tokenizer = FakeConfig(max_context_tokens=64), FakeTokenizer()
         self.made.append(self)
 
     def __enter__(self) -> Self:
@@ -61,3 +72,10 @@ def test_options_reach_the_engine_wherever_they_were_given(made: list[FakeLlm]) 
     (llm,) = made
     assert llm.model == "m.gguf"
     assert llm.options == {"threads": 2, "precision": "exact"}
+
+
+@pytest.mark.parametrize(("num_characters", "length"), [(4, 60), (64, 1)])
+def test_a_default_length_that_does_not_fit_is_shortened(made: list[FakeLlm], num_characters: int, length: int) -> None:
+    generate.run(gather({}, environ={}), "x" * num_characters, SamplingParams())
+    (llm,) = made
+    assert llm.asked == (["x" * num_characters], SamplingParams(max_tokens=length))

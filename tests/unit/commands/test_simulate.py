@@ -83,3 +83,18 @@ def test_an_engine_on_this_cpu_is_profiled(tmp_path: Path, capsys: pytest.Captur
     assert found.fit is not None and found.fit.num_steps == 30
     assert json.loads(out.read_text())["format"] == "penstock-profile-1"
     assert run("simulate", "--profile", str(out), "--shape", "3x20+4") == 0
+
+
+@pytest.mark.parametrize("name", ["nosuch", "h200-llama-8b@x", "nosuch@2"])
+def test_a_wrong_profile_is_refused_by_the_flag_that_named_it(name: str, capsys: pytest.CaptureFixture[str]):
+    assert run("simulate", "--profile", name, *LOAD) == 2
+    assert capsys.readouterr().err.startswith("--profile: ")
+
+
+@pytest.mark.parametrize("option", ["--slo-ttft", "--slo-tpot"])
+@pytest.mark.parametrize("command", [["simulate"], ["bench", "serve"]])
+def test_a_negative_service_level_is_refused(
+    command: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*command, *LOAD, option, "-1") == 2
+    assert option in capsys.readouterr().err

@@ -98,8 +98,12 @@ def assert_clean(engine):
     assert not scheduler.requests
     assert not scheduler.running
     assert len(scheduler.waiting) == 0
-    assert scheduler.cache.pool.num_held == 0
-    assert sorted(scheduler.cache.pool.free_blocks()) == list(range(1, scheduler.cache.pool.num_blocks + 1))
+    pool = scheduler.cache.pool
+    assert pool.num_held == 0
+    taken = [pool.take()[0] for _ in range(pool.num_free)]
+    assert sorted(taken) == list(range(1, pool.num_blocks + 1))
+    for block in taken:
+        pool.release(block)
     placement = scheduler.placement
     assert placement.firmly_promised == placement.loosely_promised == 0
     assert not placement.parked

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.kernels.attention.reference import ReferenceAttention
-from penstock.kernels.attention.registry import choose_backend
 from penstock.models.decoder import attention_layers
 from penstock.models.layers.feed_forward import FeedForward
 from penstock.models.layers.moe import Moe, route
@@ -105,12 +103,3 @@ def test_a_token_gets_the_same_experts_alone_and_in_a_batch(experts: Moe) -> Non
 def test_the_weights_of_picked_experts_sum_to_one_only_when_normalised(normalise: bool) -> None:
     weights, _ = route(torch.randn(7, 6), MoeSpec(6, 2, 8, normalise_weights=normalise))
     assert torch.allclose(weights.sum(dim=-1), torch.ones(7)) == normalise
-
-
-def test_an_unknown_attention_backend_is_refused_with_those_that_can_run() -> None:
-    with pytest.raises(ConfigError, match=r"--attention-backend: 'flash' .*reference"):
-        choose_backend("flash", [], torch.device("cpu"), torch.float32)
-
-
-def test_the_reference_backend_can_be_asked_for_by_name() -> None:
-    assert choose_backend("reference", [], torch.device("cpu"), torch.float32) is ReferenceAttention

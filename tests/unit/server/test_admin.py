@@ -106,6 +106,20 @@ async def test_a_wrong_key_is_refused(admin, body):
     assert (await admin.get("/admin/keys")).json() == {"data": []}
 
 
+async def test_a_wrong_target_is_named_with_its_value(admin):
+    answer = await admin.post("/admin/keys", json={"name": "a", "targets": {"ttft_seconds": -1}})
+    error = answer.json()["error"]
+    assert error["param"] == "targets.ttft_seconds"
+    assert error["message"] == "targets.ttft_seconds: -1.0 is not usable; give a number over 0"
+
+
+async def test_a_key_is_rotated_without_a_body(service, admin):
+    await admin.post("/admin/keys", json={"name": "alice"})
+    answer = await admin.post("/admin/keys/alice/rotate")
+    assert answer.status_code == 200
+    await followed(service, answer.json()["secret"], 200)
+
+
 async def test_an_unknown_key_cannot_be_revoked(admin):
     refused = await admin.delete("/admin/keys/nobody")
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "key_not_found")

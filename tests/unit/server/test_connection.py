@@ -195,3 +195,34 @@ def test_the_file_limit_is_raised_as_far_as_connections_need(monkeypatch, soft, 
     monkeypatch.setattr(connection.resource, "setrlimit", lambda kind, pair: changes.append(pair[0]))
     assert raise_file_limit(ConnectionLimits()) == room
     assert changes == ([] if raised_to is None else [raised_to])
+
+
+@pytest.mark.parametrize("path", [b"/tokenize", b"/nowhere"])
+async def test_who_sends_more_than_is_taken_still_reads_the_refusal(service, path):
+    sent = b"x" * (8 * 1024 * 1024)
+    head = HEAD.replace(b"/tokenize", path) + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(sent)
+
+    def send_and_read(url):
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
+            client.sendall(head + sent)  # reads nothing before all is sent, as many clients do
+            answer = b""
+            while piece := client.recv(65536):
+                answer += piece
+            return answer
+
+    async with listening(service.context) as url:
+        answer = await asyncio.to_thread(send_and_read, url)
+    assert error_code(answer) == ("body_too_large" if path == b"/tokenize" else "route_not_found")
+
+
+async def test_a_refusal_waits_only_so_long_for_a_body_that_does_not_come(service, monkeypatch):
+    monkeypatch.setattr("penstock.server.body._DISCARD_SECONDS", 0.05)
+    async with listening(service.context) as url, connected(url) as (reader, writer):
+        writer.write(HEAD + b"connection: close\r\ncontent-length: 99999999\r\n\r\nx")
+        assert error_code(await reader.read()) == "body_too_large"
+
+
+async def test_who_asks_before_sending_is_refused_without_being_asked_to_send(service, address):
+    async with connected(address) as (reader, writer):
+        writer.write(HEAD + b"expect: 100-continue\r\nconnection: close\r\ncontent-length: 99999999\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 413 ")

@@ -191,7 +191,8 @@ async def test_a_body_declared_too_large_is_refused_unread(service):
     assert "65536" in error_of(response, 413, "body_too_large")["message"]
 
 
-async def test_a_chunked_body_is_refused_when_it_grows_too_large(service):
+async def test_a_chunked_body_is_refused_when_it_grows_too_large_and_read_on_only_so_far(service, monkeypatch):
+    monkeypatch.setattr("penstock.server.body._MAX_DISCARDED_BYTES", 10_000)
     sent = 0
 
     async def endless():
@@ -201,7 +202,7 @@ async def test_a_chunked_body_is_refused_when_it_grows_too_large(service):
             yield b"x" * 1024
 
     error_of(await service.client.post(CHAT, content=endless(), headers=JSON), 413, "body_too_large")
-    assert sent <= service.context.config.max_body_bytes + 2048
+    assert sent <= service.context.config.max_body_bytes + 10_000 + 2048
 
 
 async def test_a_body_of_another_type_is_refused(service):
@@ -312,3 +313,17 @@ async def test_more_answers_than_can_ever_be_open_at_once_are_refused_with_both_
         assert "10 answers" in error["message"] and "at most 6 requests" in error["message"]
     assert service.engine.submitted == []
     assert (await service.complete(n=6)).status_code == 200
+
+
+async def test_stream_options_without_stream_are_shown_as_sent(service):
+    content = body_with(stream_options={"include_usage": True})
+    error = error_of(await service.client.post(CHAT, content=content, headers=JSON), 400, "invalid_parameter")
+    assert error["message"] == 'stream_options: {"include_usage": true} is not usable; give it only with stream=true'
+
+
+async def test_too_many_prompts_are_shown_as_sent_with_their_number(service):
+    content = json.dumps({"model": MODEL, "prompt": ["a"] * 65, "n": 2}).encode()
+    response = await service.client.post("/v1/completions", content=content, headers=JSON)
+    message = error_of(response, 400, "invalid_parameter")["message"]
+    assert message.startswith('prompt: ["a", "a", ')
+    assert message.endswith("65 prompts × n (2) are 130; give at most 128")

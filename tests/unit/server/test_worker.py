@@ -200,6 +200,14 @@ async def test_a_request_leaves_one_structured_log_line(engine, start):
     assert (line["process"], line["output_tokens"], line["status"]) == ("worker-0", 3, 200)
 
 
+async def test_a_worker_with_nothing_to_drain_does_not_speak_of_it(engine, start):
+    worker = await start()
+    await worker.wait_ready()
+    worker.process.send_signal(signal.SIGTERM)
+    await worker.ended()
+    assert b"draining" not in worker.process.stderr.read()
+
+
 PARENT = """
 import json, os, subprocess, sys, time
 worker = subprocess.Popen([sys.executable, "-m", "penstock.server.worker"], stdin=subprocess.PIPE, pass_fds=[{fd}])
