@@ -15,7 +15,9 @@ from penstock.engine.scheduler.step_times import StepTimes
 _DECODE_TIMES = 3.5
 _SHARED_DECODE_TIMES = 1.75
 _SHARED_SECONDS = 10.0
-# ... but never so little that prompts alone would run slower than this part of the fastest they could.
+# Where even the largest step is this small, as on a CPU, cutting prompts further would only make them slower.
+_SMALL_STEP_TOKENS = 512
+# ... and never so little that prompts alone would run slower than this part of the fastest they could.
 _LEAST_EFFICIENCY = 0.9
 _STEP_SIZES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
 # Of a stated time per token, what a step may use: predictions err by a few per cent.
@@ -42,6 +44,8 @@ class ServingPace(Pace):
 
     def note_arrival(self, tenant: str) -> None:
         """A request was taken in: while different tenants' follow each other closely, the engine is shared."""
+        if tenant.startswith("\x00"):  # the engine's own: a name that no caller can have
+            return
         now = self._clock()
         if self._last_arrival is not None:
             other, at = self._last_arrival
@@ -75,8 +79,11 @@ class ServingPace(Pace):
         costs = self._times.model.costs
         if costs is not self._efficient_for:
             self._efficient_for, self._efficient_seconds = costs, _efficient_seconds(costs, self._max_step_tokens)
+        is_shared = self._clock() < self._shared_until
+        if not is_shared and self._max_step_tokens <= _SMALL_STEP_TOKENS:
+            return float("inf")
         decode = costs.seconds(shape) if shape.num_rows else 0.0
-        times = _SHARED_DECODE_TIMES if self._clock() < self._shared_until else _DECODE_TIMES
+        times = _SHARED_DECODE_TIMES if is_shared else _DECODE_TIMES
         return max(times * decode, self._efficient_seconds)
 
     def batch_allowance(self, shape: StepShape) -> float:

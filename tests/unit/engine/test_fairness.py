@@ -12,8 +12,11 @@ from penstock.engine.cache.kv_cache import KvCache
 from penstock.engine.engine import Engine
 from penstock.engine.messages import Submit
 from penstock.engine.metrics import EngineMetrics
+from penstock.engine.scheduler.cost_model import CostModel, StepShape
 from penstock.engine.scheduler.foresight import Foresight
 from penstock.engine.scheduler.scheduler import Scheduler, SchedulerConfig
+from penstock.engine.scheduler.serving_pace import ServingPace
+from penstock.engine.scheduler.step_times import StepTimes
 from penstock.engine.scheduler.tenant_account import DRAWN_TOKEN_COST, PROMPT_TOKEN_COST
 from penstock.engine.scheduler.waiting_queue import AGEING_SECONDS
 from penstock.request import SamplingParams, Targets, Tier
@@ -252,3 +255,21 @@ def test_a_promised_time_per_token_outlasts_another_tenants_claim_to_a_row():
     outcomes = engine.run([*promised, *(request(f"b{index}", 0.5, answer=20, tenant="b") for index in range(8))])
     assert all(outcomes[item.request_id].time_per_token <= 0.03 for item in promised)
     assert not any(outcomes[f"b{index}"].refused for index in range(8))
+
+
+def test_the_engines_own_requests_are_no_other_tenant():
+    clock = VirtualClock()
+    pace = ServingPace(StepTimes(CostModel(H200_LLAMA_8B), clock), 8192, clock)
+    shape = StepShape(64, 64 * 1000)
+    alone = pace.comfortable_seconds(shape)
+    pace.note_arrival("\x00warm-up")
+    pace.note_arrival("a")
+    assert pace.comfortable_seconds(shape) == alone
+    pace.note_arrival("b")
+    assert pace.comfortable_seconds(shape) < alone
+
+
+def test_small_steps_are_not_cut_further():
+    clock = VirtualClock()
+    pace = ServingPace(StepTimes(CostModel(), clock), 256, clock)
+    assert pace.step_tokens([], []) == 256
