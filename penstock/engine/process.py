@@ -5,6 +5,7 @@ never waits for a client. Ends when told to, or when its parent is gone.
 """
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -49,6 +50,8 @@ Build = Callable[..., BuiltEngine]
 
 # Having nothing to do is told sooner than the rest: whoever sends work, drains or scales down waits for it.
 _IDLE_STATS_SECONDS = 0.05
+# A moment is idle once nobody has come for so long: a caller who asks one thing after another must not wait for chores.
+_QUIET_SECONDS = 0.25
 
 
 class EngineProcess:
@@ -64,6 +67,8 @@ class EngineProcess:
         self._canary = Canary(built.engine, seconds) if (seconds := built.config.canary_seconds) else None
         self._pulse = Pulse(pulse_path(socket_path))
         self._stats_due = self._stats_at = 0.0
+        self._busy_at = 0.0
+        self._has_chores = True  # what the runner would use idle moments for
         self._stopping = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -76,8 +81,7 @@ class EngineProcess:
     def run(self) -> None:
         """Serve until told to stop."""
         while not self._stopping:
-            idle = not self._engine.has_work
-            self._receive(wait=idle and not self._engine.runner.use_idle_moment())
+            self._receive(wait_seconds=self._seconds_to_wait())
             if self._canary is not None:
                 self._canary.tick()
             if self._engine.has_work:
@@ -94,9 +98,21 @@ class EngineProcess:
         """End after the current step."""
         self._stopping = True
 
-    def _receive(self, *, wait: bool) -> None:
-        """Take in every frame that is there; with nothing to do, wait for one until stats are due."""
-        if wait and not self._socket.poll(max(1, int((self._stats_due - time.monotonic()) * 1000))):
+    def _seconds_to_wait(self) -> float:
+        """How long the next frame may take: until stats are due, where there is nothing else to do."""
+        now = time.monotonic()
+        if self._engine.has_work:
+            self._busy_at = now
+            return 0.0
+        if self._has_chores and now >= self._busy_at + _QUIET_SECONDS:
+            self._has_chores = self._engine.runner.use_idle_moment()
+            return 0.0
+        due = min(self._stats_due, self._busy_at + _QUIET_SECONDS) if self._has_chores else self._stats_due
+        return max(0.001, due - now)
+
+    def _receive(self, *, wait_seconds: float) -> None:
+        """Take in every frame that is there or, where there may be time, the first that comes."""
+        if wait_seconds and not self._socket.poll(math.ceil(wait_seconds * 1000)):
             self._stopping = self._stopping or os.getppid() != self._parent
             return
         while True:

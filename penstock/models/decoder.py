@@ -101,10 +101,24 @@ class Decoder:
 
         token_ids, positions: [tokens] integers. Returns [tokens, hidden], not normed yet: `logits` does that.
         """
+        return self._run(self.layers, token_ids, positions, attention)
+
+    @torch.inference_mode()
+    def touch(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        """Run one layer of each kind, which loads every kernel that `forward` launches for so many tokens.
+
+        Takes what `forward` takes and returns its shape, of no meaning.
+        """
+        kinds = dict(zip(reversed(self.spec.layers), reversed(self.layers), strict=True))
+        return self._run(list(kinds.values()), token_ids, positions, attention)
+
+    def _run(
+        self, layers: list[DecoderLayer], token_ids: Tensor, positions: Tensor, attention: AttentionBackend
+    ) -> Tensor:
         residual = self.embedding.look_up(token_ids)
         rotations = [rope.rotations(positions) for rope in self.ropes]
         update: Tensor | None = None
-        for layer in self.layers:
+        for layer in layers:
             update = layer.forward(update, residual, rotations, attention)
         return residual if update is None else residual.add_(update)
 

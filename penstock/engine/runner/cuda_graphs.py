@@ -5,6 +5,7 @@ takes the smallest that holds it; the rest of its rows are the scratch row. Only
 a draw from its whole distribution. Rows and positions go in as one copy, tokens come out as one.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,6 +21,9 @@ from penstock.models.decoder import Decoder
 
 T = TypeVar("T")
 
+# A forward pass: token ids, positions and the prepared attention in, hidden states out.
+Forward = Callable[[Tensor, Tensor, AttentionBackend], Tensor]
+
 
 def batch_sizes(most: int) -> list[int]:
     """The ladder: dense where batches are small, then in steps that waste little."""
@@ -28,7 +32,7 @@ def batch_sizes(most: int) -> list[int]:
 
 
 def capture(body: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Capture what `body` launches, which must have run before: first uses compile and make handles.
+    """Capture what `body` launches, every kernel of which must have run before: first uses compile and make handles.
 
     Leaner than torch's context manager, which collects garbage and empties the allocator's cache: graphs are also
     captured between the steps of a server.
@@ -70,8 +74,9 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             self._inputs[:size] = self._rows.scratch_row
             self._inputs[size : 2 * size] = 0
-            self._step(size)
-            self._graphs[size] = capture(lambda size=size: self._step(size), self.stream, self.pool)  # type: ignore[misc]
+            self._step(size, self._model.touch)
+            body = functools.partial(self._step, size, self._model.forward)
+            self._graphs[size] = capture(body, self.stream, self.pool)
 
     def run(self, rows: np.ndarray, positions: np.ndarray) -> DrawOutcome:
         """Run one token of each row, draw the next and write it to the row."""
@@ -87,7 +92,7 @@ class DecodeGraphs:
         graph.replay()
         return self._draw.outcome(logits, count)
 
-    def _step(self, size: int) -> Tensor:
+    def _step(self, size: int, forward: Forward) -> Tensor:
         """The captured body: everything it reads is in persistent tensors."""
         rows, positions = self._inputs[:size], self._inputs[size : 2 * size]
         inputs = self._draw.gather(rows, positions)
@@ -102,6 +107,6 @@ class DecodeGraphs:
                 starts=self._starts[: size + 1],
             )
         )
-        logits = self._model.logits(self._model.forward(inputs.token_ids, positions, self._attention))
+        logits = self._model.logits(forward(inputs.token_ids, positions, self._attention))
         self._draw.draw(logits, inputs)
         return logits

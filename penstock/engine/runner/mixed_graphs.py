@@ -1,11 +1,11 @@
 """Steps that hold prompts as captured graphs, over a ladder of token counts.
 
 Two graphs make a step: the forward pass of so many tokens in so many slices, and the draw for so many rows. The
-likeliest sizes are captured before serving begins, the others in idle moments; one that is wanted before that runs as
-it is, which readies its kernels, and is captured the second time. Tokens of a step that are nobody's belong to the
-scratch row. Knows layouts and rows.
+likeliest sizes are captured before serving begins, the others in idle moments or when they are first wanted. Tokens of
+a step that are nobody's belong to the scratch row. Knows layouts and rows.
 """
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.runner.batch_rows import BatchRows
-from penstock.engine.runner.cuda_graphs import DecodeGraphs, batch_sizes, capture
+from penstock.engine.runner.cuda_graphs import DecodeGraphs, Forward, batch_sizes, capture
 from penstock.engine.runner.layout import Layout
 from penstock.engine.runner.token_draw import DrawOutcome, TokenDraw
 from penstock.engine.runner.transfer import StagingRing
@@ -43,35 +43,31 @@ def token_counts(most: int) -> list[int]:
 class _Captured(Generic[Size]):
     """What was captured, by size."""
 
-    def __init__(self, graphs: DecodeGraphs) -> None:
+    def __init__(
+        self, graphs: DecodeGraphs, body: Callable[[Size], Tensor], load_kernels: Callable[[Size], Tensor]
+    ) -> None:
         self._stream, self._pool = graphs.stream, graphs.pool
+        self._body, self._load_kernels = body, load_kernels
         self._graphs: dict[Size, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._ready: set[Size] = set()  # ran once, so that capture finds every kernel loaded
         self._out_of_memory = False
 
-    def run(self, size: Size, body: Callable[[Size], Tensor]) -> Tensor:
-        """Run a body of this size, in the way that is due. Returns what it returned, valid until the next one."""
-        if size not in self._graphs and (size not in self._ready or not self._capture(size, body)):
-            self._ready.add(size)
-            return body(size)
+    def run(self, size: Size) -> Tensor:
+        """Run the body for a size. Returns what it returned, valid until the next one."""
+        if not self.prepare(size):
+            return self._body(size)
         graph, output = self._graphs[size]
         graph.replay()
         return output
 
-    def prepare(self, size: Size, body: Callable[[Size], Tensor]) -> None:
-        """Capture a size that nobody asked for yet."""
-        if size not in self._graphs:
-            if size not in self._ready:
-                body(size)
-                self._ready.add(size)
-            self._capture(size, body)
-
-    def _capture(self, size: Size, body: Callable[[Size], Tensor]) -> bool:
-        """Capture a size. False, from the first that finds no memory: the others then run as they are."""
+    def prepare(self, size: Size) -> bool:
+        """Capture a size, if it is not. False, from the first that finds no memory: the others then run as they are."""
+        if size in self._graphs:
+            return True
         if self._out_of_memory:
             return False
+        self._load_kernels(size)
         try:
-            self._graphs[size] = capture(lambda: body(size), self._stream, self._pool)
+            self._graphs[size] = capture(functools.partial(self._body, size), self._stream, self._pool)
         except torch.cuda.OutOfMemoryError:
             self._out_of_memory = True
             log.warning("no memory is left to capture more steps; those of other sizes are launched one by one")
@@ -142,8 +138,12 @@ class MixedGraphs:
         self._inputs = torch.zeros(self._front + largest, dtype=torch.int64, device=rows.device)
         self._staging = StagingRing(self._front + largest)
         self._states = torch.zeros(max_running, model.spec.hidden_size, dtype=model.dtype, device=rows.device)
-        self._forwards: _Captured[_Places] = _Captured(graphs)
-        self._draws: _Captured[int] = _Captured(graphs)
+        self._forwards: _Captured[_Places] = _Captured(
+            graphs,
+            functools.partial(self._forward, forward=model.forward),
+            functools.partial(self._forward, forward=model.touch),
+        )
+        self._draws: _Captured[int] = _Captured(graphs, self._draw_rows, self._draw_rows)
         self._upcoming: deque[_Places | int] = deque([*self._draw_counts, *self._all_places()])
 
     def fits(self, layout: Layout) -> bool:
@@ -155,12 +155,12 @@ class MixedGraphs:
             next(count for count in self._token_counts if count >= len(layout.rows)), len(layout.slice_rows)
         )
         self._stage(layout, places)
-        self._forwards.run(places, self._forward)
+        self._forwards.run(places)
         num_draws = len(layout.sampled)
         if num_draws == 0:
             return None
         size = next(count for count in self._draw_counts if count >= num_draws)
-        return self._draw.outcome(self._draws.run(size, self._draw_rows), num_draws)
+        return self._draw.outcome(self._draws.run(size), num_draws)
 
     @torch.inference_mode()
     def prepare_next(self) -> bool:
@@ -170,16 +170,18 @@ class MixedGraphs:
         size = self._upcoming.popleft()
         if isinstance(size, _Places):
             self._stage(_NOTHING, size)
-            self._forwards.prepare(size, self._forward)
+            self._forwards.prepare(size)
         else:
             self._stage(_NOTHING, self._places(self._token_counts[0], 1))
-            self._draws.prepare(size, self._draw_rows)
+            self._draws.prepare(size)
         return True
 
     def _all_places(self) -> list[_Places]:
         """Every size once: the largest, those around the sizes that decoding beside prompts wants, then the others."""
         largest = self._token_counts[-1]
-        counts = sorted(self._token_counts, key=lambda count: (count != largest, count > 1024, abs(count - 256)))
+        counts = sorted(
+            self._token_counts, key=lambda count: (count != largest, count > _MANY_TOKENS, abs(count - 256))
+        )
         found = {self._places(count, slices): None for count in counts for slices in self._slice_counts}
         return list(found)
 
@@ -219,7 +221,7 @@ class MixedGraphs:
         rows[:num_draws], rows[num_draws:] = layout.rows[layout.sampled], self._rows.scratch_row
         positions[:num_draws], positions[num_draws:] = layout.positions[layout.sampled], 0
 
-    def _forward(self, places: _Places) -> Tensor:
+    def _forward(self, places: _Places, forward: Forward) -> Tensor:
         """A captured body: everything it reads is in persistent tensors, and so is what it leaves."""
         rows, positions, slice_rows, lens, starts, plan = places.split(
             self._inputs[self._front : self._front + places.size]
@@ -238,7 +240,7 @@ class MixedGraphs:
                 plan=plan,
             )
         )
-        hidden = self._model.forward(inputs.token_ids, positions, self._attention)
+        hidden = forward(inputs.token_ids, positions, self._attention)
         return torch.index_select(hidden, 0, self._inputs[: self._max_draws], out=self._states)
 
     def _draw_rows(self, size: int) -> Tensor:

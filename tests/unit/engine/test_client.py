@@ -49,8 +49,9 @@ CONFIG = EngineConfig(
 class RunningEngine:
     """An engine process's loop in a thread."""
 
-    def __init__(self, path):
+    def __init__(self, path, use_idle_moment=lambda: False):
         self.engine = make_engine(vocab_size=VOCAB, max_waiting=10)
+        self.engine.runner.use_idle_moment = use_idle_moment
         built = BuiltEngine(self.engine, CONFIG, SPEC, [])
         timeline = Timeline(time.monotonic())
         self.process = EngineProcess(built, str(path), timeline, parent_pid=os.getppid())
@@ -211,3 +212,15 @@ def test_options_reach_the_engine_process_unchanged(tmp_path):
         socket_path="s", log_format="text", parent_pid=1, started=1.0,
     )  # fmt: skip
     assert decode_setup(encode_setup(setup), EngineSetup) == setup
+
+
+async def test_idle_moments_are_used_until_nothing_is_left_to_do(tmp_path):
+    left = [True, True, False]  # asked once more, the engine would end
+    running = RunningEngine(tmp_path / "engine.sock", use_idle_moment=lambda: left.pop(0))
+    await settled(lambda: not left)
+    client = await EngineClient.connect(str(tmp_path / "engine.sock"), b"worker-0")
+    await asyncio.wait_for(client.wait_ready(), 5)
+    tokens, _ = await collect(ask(client))
+    assert len(tokens) == 8
+    await client.close()
+    running.stop()
