@@ -76,8 +76,7 @@ class EngineProcess:
     def run(self) -> None:
         """Serve until told to stop."""
         while not self._stopping:
-            idle = not self._engine.has_work
-            self._receive(wait=idle and not self._engine.runner.use_idle_moment())
+            self._receive()
             if self._canary is not None:
                 self._canary.tick()
             if self._engine.has_work:
@@ -94,11 +93,22 @@ class EngineProcess:
         """End after the current step."""
         self._stopping = True
 
-    def _receive(self, *, wait: bool) -> None:
-        """Take in every frame that is there; with nothing to do, wait for one until stats are due."""
-        if wait and not self._socket.poll(max(1, int((self._stats_due - time.monotonic()) * 1000))):
-            self._stopping = self._stopping or os.getppid() != self._parent
-            return
+    def _receive(self) -> None:
+        """Take in every frame that is there, and those that come while there is nothing else to do.
+
+        That is until the next step is due, or with no requests until the first frame or the next stats.
+        """
+        engine, socket = self._engine, self._socket
+        if not engine.has_work and not engine.runner.use_idle_moment():
+            socket.poll(max(1, int((self._stats_due - time.monotonic()) * 1000)))
+        self._take_frames()
+        # Rounded down: a step that is launched too late leaves the device idle.
+        while (milliseconds := int((engine.launch_due - time.monotonic()) * 1000)) > 0 and not self._stopping:
+            if not socket.poll(milliseconds):
+                return
+            self._take_frames()
+
+    def _take_frames(self) -> None:
         while True:
             try:
                 client, frame = self._socket.recv_multipart(zmq.NOBLOCK)
