@@ -22,7 +22,7 @@ from penstock.engine.metrics import EngineMetrics
 from penstock.engine.runner.interface import Runner
 from penstock.engine.scheduler.foresight import Foresight
 from penstock.engine.scheduler.pace import BatchPace, Pace
-from penstock.engine.scheduler.scheduler import Scheduler, SchedulerConfig
+from penstock.engine.scheduler.scheduler import Addressed, Scheduler, SchedulerConfig
 from penstock.engine.speculative.registry import DRAFTERS
 from penstock.engine.timeline import Timeline
 from penstock.errors import EngineFailed
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 # A tenant that no caller can have: the warm-up's blocks are shared with nobody.
 _WARM_UP_TENANT = "\x00warm-up"
+# The longest first: until the scheduler knows what steps cost, it does not cut them.
+_WARM_UP_TOKENS = (4096, 2048, 1024, 512, 256, 128, 64)
 
 # Up to so many tokens a step's products take hardly longer than reading the weights for one (docs/benchmarks.md).
 _KNEE_TOKENS = 256
@@ -68,7 +70,7 @@ def build_engine(
     timeline.mark("settings")
     runner = device.make_runner(config, spec, files, timeline, progress)
     engine = assemble(config, spec, runner, for_batches=for_batches)
-    _warm_up(engine)
+    warm_up(engine, config)
     timeline.mark("first step")
     return BuiltEngine(engine, config, spec, settings)
 
@@ -113,17 +115,25 @@ def _make_scheduler(
     )
 
 
-def _warm_up(engine: Engine) -> None:
-    """Run one short request, so that first-use costs are paid and a broken model is found before anybody calls."""
+def warm_up(engine: Engine, config: EngineConfig) -> None:
+    """Run a few requests, so that first-use costs are paid and a broken model is found before anybody calls.
+
+    Where prompts are quick, of many lengths: a scheduler that has only seen short steps would think that long ones are
+    no better.
+    """
     metrics = engine.scheduler.metrics
     engine.scheduler.count_into(EngineMetrics())
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    prompt = [0] * min(8, engine.scheduler.config.max_context_tokens - 2)
-    events = engine.submit(
-        Submit(request_id="warm-up", prompt=prompt, params=params, arrival=0.0, tenant=_WARM_UP_TENANT)
-    )
-    while engine.has_work:
-        events += engine.step()
+    most = min(config.max_context_tokens - 2, config.max_step_tokens, config.num_blocks * config.block_tokens // 2)
+    longer = _WARM_UP_TOKENS if config.device_kind == "cuda" else ()
+    events: list[Addressed] = []
+    for index, length in enumerate([*(length for length in longer if length <= most), min(8, most)]):
+        # Of other tokens each time: what is cached does not run.
+        prompt = [index] * length
+        submit = Submit(request_id="warm-up", prompt=prompt, params=params, arrival=0.0, tenant=_WARM_UP_TENANT)
+        events += engine.submit(submit)
+        while engine.has_work:
+            events += engine.step()
     engine.scheduler.count_into(metrics)
     if any(event.error is not None for _, event in events):
         raise EngineFailed("the model gave no usable numbers in its first step; its weights may be damaged")

@@ -20,7 +20,7 @@ class Pace(ABC):
     def step_tokens(self, ready: Sequence[Ready], waiting: Iterable[RequestState]) -> int:
         """Return how many tokens the next step should run, one for each decoding request included."""
 
-    def step_seconds(self, ready: Sequence[Ready]) -> float | None:
+    def step_seconds(self, ready: Sequence[Ready], waiting: Iterable[RequestState]) -> float | None:
         """Return how long the next step may take, None for as long as its tokens take."""
         return None
 

@@ -334,7 +334,7 @@ class Scheduler:
         """How many tokens each prompt gets, by the request's number: the most urgent first."""
         place = self.placement.order(ready).of
         prompts = sorted([item for item in ready if item[1] > 1], key=lambda item: place(item[0]))
-        seconds = None if self._pace is None else self._pace.step_seconds(ready)
+        seconds = None if self._pace is None else self._pace.step_seconds(ready, self.waiting)
         if seconds is not None and self._foresight is not None:
             foresight = self._foresight
             return chunk_sizes(prompts, decode_shape(ready), foresight.pace, foresight.model.costs, seconds, room)

@@ -3,6 +3,7 @@
 Sizes the prompt part of each step by the cost model. Looks at requests; changes nothing. Knows nothing of blocks.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from penstock.engine.scheduler.cost_model import StepCosts, StepShape, with_prompt
@@ -12,9 +13,11 @@ from penstock.engine.scheduler.step_times import StepTimes
 
 # Without targets, a step with prompts takes at most so many times what its decoding rows take alone: a request that
 # arrives meanwhile waits for it. Less while several tenants are there, so that none waits long for another.
-_DECODE_TIMES = 3.5
+_DECODE_TIMES = 3.0
 _SHARED_DECODE_TIMES = 1.75
 _SHARED_SECONDS = 10.0
+# ... or up to this part of the time that all waiting prompts take: with a long queue the one thing that helps is speed.
+_BACKLOG_PART = 0.1
 # While short prompts come, a long one that is not due yet runs in shorter steps: so short that this part of each is
 # what every step takes. Shorter ones would slow it down more than they help the others.
 _LONG_PROMPT_TOKENS = 8192
@@ -48,8 +51,8 @@ class ServingPace(Pace):
         self._efficient_for: StepCosts | None = None
         self._efficient_seconds = 0.0
         self._last_arrival: tuple[str, float] | None = None  # tenant and time
-        self._shared_until = 0.0
-        self._short_until = 0.0
+        self._shared_until = -math.inf
+        self._short_until = -math.inf
 
     def note_arrival(self, tenant: str, num_prompt_tokens: int) -> None:
         """A request was taken in: while different tenants' follow each other closely, the engine is shared."""
@@ -66,15 +69,19 @@ class ServingPace(Pace):
 
     def step_tokens(self, ready: Sequence[Ready], waiting: Iterable[RequestState]) -> int:
         shape = decode_shape(ready)
-        return shape.num_rows + self._prompt_tokens(self.step_seconds(ready), shape)
+        return shape.num_rows + self._prompt_tokens(self.step_seconds(ready, waiting), shape)
 
-    def step_seconds(self, ready: Sequence[Ready]) -> float:
+    def step_seconds(self, ready: Sequence[Ready], waiting: Iterable[RequestState]) -> float:
         limited = [
             request
             for request, remaining in ready
             if remaining == 1 and request.targets.time_per_token_seconds is not None
         ]
-        return self._room(limited) if limited else self.comfortable_seconds(decode_shape(ready))
+        if limited:
+            return self._room(limited)
+        num_prompt_tokens = sum([remaining for _, remaining in ready if remaining > 1])
+        num_prompt_tokens += sum([request.remaining for request in waiting])
+        return self.comfortable_seconds(decode_shape(ready), num_prompt_tokens)
 
     def steady_step(self, shape: StepShape, time_per_token: float | None, context: int = 0) -> tuple[int, float]:
         """Return how many prompt tokens run in a step beside `shape` while prompts wait, and how long it takes.
@@ -85,13 +92,16 @@ class ServingPace(Pace):
         tokens = self._prompt_tokens(seconds, shape, context)
         return tokens, self._times.model.seconds(with_prompt(shape, tokens, context))
 
-    def comfortable_seconds(self, shape: StepShape) -> float:
-        """How long a step with prompts may be where nobody said how long."""
+    def comfortable_seconds(self, shape: StepShape, num_prompt_tokens: int = 0) -> float:
+        """How long a step with prompts may be where nobody said how long, and so many prompt tokens wait."""
         is_shared = self._clock() < self._shared_until
-        if not is_shared and self._max_step_tokens <= _SMALL_STEP_TOKENS:
+        if not is_shared and (self._max_step_tokens <= _SMALL_STEP_TOKENS or not self._times.model.is_trusted):
             return float("inf")
         times = _SHARED_DECODE_TIMES if is_shared else _DECODE_TIMES
-        return max(times * self._decode_seconds(shape), self._least_efficient_seconds())
+        limit = max(times * self._decode_seconds(shape), self._least_efficient_seconds())
+        if not is_shared:
+            limit = max(limit, _BACKLOG_PART * num_prompt_tokens * self._times.model.costs.token_seconds)
+        return limit
 
     def patient_seconds(self, shape: StepShape) -> float:
         """How long a step may be made by prompts that can wait, so that short ones which come do not wait long."""

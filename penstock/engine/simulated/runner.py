@@ -4,6 +4,7 @@ Steps run back to back in the order of their launch, as on a stream. Real or vir
 Knows nothing of queues, clients or text.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ class SimulatedRunner(Runner):
         self._language = language
         self._rows = [_Row() for _ in range(num_rows)]
         self._timing = timing
-        self._free_at = 0.0  # when the last launched step ends
+        self._free_at = -math.inf  # when the last launched step ends
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         launched_at = self._timing.now()

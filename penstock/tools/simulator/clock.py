@@ -4,8 +4,8 @@
 class VirtualClock:
     """One replica's time, in seconds."""
 
-    def __init__(self) -> None:
-        self._now = 0.0
+    def __init__(self, now: float = 0.0) -> None:
+        self._now = now
 
     def now(self) -> float:
         return self._now

@@ -3,7 +3,7 @@
 What the HTTP side would cost is a fixed time before and after, from the profile. Knows nothing of other replicas.
 """
 
-from penstock.engine.builder import assemble
+from penstock.engine.builder import assemble, warm_up
 from penstock.engine.config import EngineConfig
 from penstock.engine.messages import Submit, TokenEvent
 from penstock.engine.simulated.device import make_runner
@@ -12,14 +12,19 @@ from penstock.engine.simulated.runner import Timing
 from penstock.models.spec import ModelSpec
 from penstock.tools.simulator.clock import VirtualClock
 
+# Servers have been there for a while when the first request comes.
+_STARTED = -3600.0
+
 
 class Replica:
     """An engine and its own clock. Between steps it takes in whatever has arrived, as the engine process does."""
 
     def __init__(self, profile: Profile, config: EngineConfig, spec: ModelSpec) -> None:
-        self.clock = VirtualClock()
+        self.clock = VirtualClock(_STARTED)
         runner = make_runner(profile, config, spec, Timing(self.clock.now, self.clock.sleep))
         self._engine = assemble(config, spec, runner, clock=self.clock.now)
+        warm_up(self._engine, config)
+        self.clock.advance_to(0.0)
 
     @property
     def has_work(self) -> bool:
