@@ -34,6 +34,11 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_requests or self._in_flight is not None
 
+    @property
+    def launch_due(self) -> float:
+        """Until when it does not pay to `step` again: requests that come until then are in the next one. 0.0: now."""
+        return self.scheduler.launch_due
+
     def submit(self, submit: Submit, client: bytes = b"") -> list[Addressed]:
         """Queue a request. A refusal is its one and only event."""
         key = (client, submit.request_id)
@@ -62,6 +67,8 @@ class Engine:
         late = self._forget_finished(self.scheduler.end_late())
         plan = self.scheduler.next_step()
         launched = (plan, self.runner.launch(plan)) if plan.has_work else None
+        if launched is not None:
+            self.scheduler.note_launch()
         settling, self._in_flight = self._in_flight, launched
         return late + self._forget_finished(self._settle(*settling)) if settling else late
 

@@ -16,8 +16,8 @@ PROMISES = ("ttft", "time_per_token", "deadline")
 PREDICTION_WINDOW = 200
 
 
-class MedianWindow:
-    """The median of the last so many values."""
+class QuantileWindow:
+    """The last so many values, in order of size."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -30,9 +30,16 @@ class MedianWindow:
         if len(self._recent) > self._size:
             del self._ordered[bisect_left(self._ordered, self._recent.popleft())]
 
+    def __len__(self) -> int:
+        return len(self._ordered)
+
     @property
     def median(self) -> float | None:
-        return self._ordered[len(self._ordered) // 2] if self._ordered else None
+        return self.quantile(0.5)
+
+    def quantile(self, part: float) -> float | None:
+        """The value that this part of them is below; None where there is none yet."""
+        return self._ordered[int(part * len(self._ordered))] if self._ordered else None
 
 
 class Distribution:
@@ -64,7 +71,7 @@ class EngineMetrics:
         self.num_preemptions = 0
         self.num_refused = dict.fromkeys(REFUSALS, 0)
         self.promises = {kind: {"kept": 0, "broken": 0} for kind in PROMISES}
-        self.ttft_error = MedianWindow(PREDICTION_WINDOW)
+        self.ttft_error = QuantileWindow(PREDICTION_WINDOW)
         self.drafted_tokens = 0
         self.accepted_tokens = 0
         self.num_finished = {reason.value: 0 for reason in FinishReason}

@@ -111,10 +111,21 @@ class EngineProcess:
         return max(0.001, due - now)
 
     def _receive(self, *, wait_seconds: float) -> None:
-        """Take in every frame that is there or, where there may be time, the first that comes."""
+        """Take in every frame that is there or, where there may be time, the first that comes.
+
+        While the device is busy, also those that come until the next step is due: they are in it.
+        """
         if wait_seconds and not self._socket.poll(math.ceil(wait_seconds * 1000)):
             self._stopping = self._stopping or os.getppid() != self._parent
             return
+        self._take_frames()
+        # Rounded down: a step that is launched too late leaves the device idle.
+        while (milliseconds := int((self._engine.launch_due - time.monotonic()) * 1000)) > 0 and not self._stopping:
+            if not self._socket.poll(milliseconds):
+                return
+            self._take_frames()
+
+    def _take_frames(self) -> None:
         while True:
             try:
                 client, frame = self._socket.recv_multipart(zmq.NOBLOCK)

@@ -129,12 +129,14 @@ class VirtualEngine:
         return outcome
 
     def run(self, submits: Iterable[Submit], until: float = float("inf")) -> dict[str, Outcome]:
-        """Play requests at their arrivals, as the engine process does: what comes during a step is seen behind it."""
+        """Play requests at their arrivals, as the engine process does: up to the launch of a step they are in it."""
         coming = sorted(submits, key=lambda submit: submit.arrival)[::-1]
         while (coming or self.engine.has_work) and self.clock.now < until:
-            while coming and coming[-1].arrival <= self.clock.now:
+            while coming and coming[-1].arrival <= max(self.clock.now, self.engine.launch_due):
+                self.clock.now = max(self.clock.now, coming[-1].arrival)
                 self.submit(coming.pop())
             if self.engine.has_work:
+                self.clock.now = max(self.clock.now, self.engine.launch_due)
                 self._take(self.engine.step())
             elif coming:
                 self.clock.now = max(self.clock.now, coming[-1].arrival)

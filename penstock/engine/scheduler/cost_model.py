@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.engine.metrics import MedianWindow
+from penstock.engine.metrics import QuantileWindow
 
 KNEES = (0, 64, 128, 256, 512)
 
@@ -110,7 +110,7 @@ class CostModel:
         self._num_steps = 0
         self._num_prompt_steps = 0
         self._is_known = known is not None
-        self._errors = MedianWindow(_ERROR_WINDOW)
+        self._errors = QuantileWindow(_ERROR_WINDOW)
         self.costs = _to_costs(self._coefficients)
 
     @property

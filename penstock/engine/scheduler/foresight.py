@@ -1,4 +1,5 @@
-"""The parts that let a scheduler look ahead, made to fit each other: cost model, step times, pace, admission.
+"""The parts that let a scheduler look ahead, made to fit each other: cost model, step times, pace,
+admission, launch moment.
 
 A scheduler without foresight (a batch of which only the end counts) runs steps as large as they may be and promises
 nothing.
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 
 from penstock.engine.scheduler.admission import Admission
 from penstock.engine.scheduler.cost_model import CostModel, StepCosts
+from penstock.engine.scheduler.launch_moment import LaunchMoment
 from penstock.engine.scheduler.serving_pace import ServingPace
 from penstock.engine.scheduler.step_times import StepTimes
 
@@ -19,6 +21,7 @@ class Foresight:
     times: StepTimes
     pace: ServingPace
     admission: Admission
+    launch: LaunchMoment
 
     @classmethod
     def make(cls, *, max_step_tokens: int, clock: Callable[[], float], known: StepCosts | None = None) -> "Foresight":
@@ -26,4 +29,4 @@ class Foresight:
         model = CostModel(known)
         times = StepTimes(model, clock)
         pace = ServingPace(times, max_step_tokens, clock)
-        return cls(model, times, pace, Admission(times, pace))
+        return cls(model, times, pace, Admission(times, pace), LaunchMoment(times, clock))

@@ -110,7 +110,7 @@ class Scheduler:
         self.requests[request.number] = request
         self.waiting.push(request, self._clock())
         if self._foresight is not None:
-            self._foresight.pace.note_arrival(request.tenant)
+            self._foresight.pace.note_arrival(request.tenant, request.num_prompt_tokens)
         if request.deadline is not None:
             self._watch_deadline(request.deadline, request.number)
         self.metrics.prompt_tokens += request.num_prompt_tokens
@@ -246,6 +246,8 @@ class Scheduler:
     def next_step(self) -> StepPlan:
         """Plan the next forward pass, as if every launched one had done its work."""
         plan = StepPlan(self._next_step)
+        if self._foresight is not None:
+            self._foresight.launch.begin()
         if len(self.waiting):
             self.waiting.age(self._clock())
         ready: Sequence[Ready] = self._ready()
@@ -269,6 +271,16 @@ class Scheduler:
             if self._foresight is not None:
                 self._foresight.times.launch(plan)
         return plan
+
+    def note_launch(self) -> None:
+        """The plan is with the runner."""
+        if self._foresight is not None:
+            self._foresight.launch.end()
+
+    @property
+    def launch_due(self) -> float:
+        """Until when the next plan may wait without the device having nothing to do; 0.0 for not at all."""
+        return 0.0 if self._foresight is None else self._foresight.launch.due()
 
     def commit(self, result: StepResult) -> list[Addressed]:
         """Settle the oldest launched step. Results of requests that ended meanwhile are dropped."""
@@ -323,7 +335,8 @@ class Scheduler:
         prompts = sorted([item for item in ready if item[1] > 1], key=lambda item: place(item[0]))
         seconds = None if self._pace is None else self._pace.step_seconds(ready)
         if seconds is not None and self._foresight is not None:
-            return chunk_sizes(prompts, decode_shape(ready), self._foresight.model.costs, seconds, room)
+            foresight = self._foresight
+            return chunk_sizes(prompts, decode_shape(ready), foresight.pace, foresight.model.costs, seconds, room)
         chunks = {}
         for request, remaining in prompts:
             chunks[request.number] = min(remaining, max(0, room))

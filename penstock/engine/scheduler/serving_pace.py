@@ -15,6 +15,14 @@ from penstock.engine.scheduler.step_times import StepTimes
 _DECODE_TIMES = 3.5
 _SHARED_DECODE_TIMES = 1.75
 _SHARED_SECONDS = 10.0
+# While short prompts come, a long one that is not due yet runs in shorter steps: so short that this part of each is
+# what every step takes. Shorter ones would slow it down more than they help the others.
+_LONG_PROMPT_TOKENS = 8192
+_SHORT_PROMPT_TOKENS = 2048
+_SHORT_SECONDS = 2.0
+_PATIENT_FIXED_PART = 0.45
+# A prompt of which so small a part of the chunk would be left over runs to its end: its first token is a step sooner.
+_REST_PART = 1 / 32
 # Where even the largest step is this small, as on a CPU, cutting prompts further would only make them slower.
 _SMALL_STEP_TOKENS = 512
 # ... and never so little that prompts alone would run slower than this part of the fastest they could.
@@ -41,12 +49,15 @@ class ServingPace(Pace):
         self._efficient_seconds = 0.0
         self._last_arrival: tuple[str, float] | None = None  # tenant and time
         self._shared_until = 0.0
+        self._short_until = 0.0
 
-    def note_arrival(self, tenant: str) -> None:
+    def note_arrival(self, tenant: str, num_prompt_tokens: int) -> None:
         """A request was taken in: while different tenants' follow each other closely, the engine is shared."""
         if tenant.startswith("\x00"):  # the engine's own: a name that no caller can have
             return
         now = self._clock()
+        if num_prompt_tokens <= _SHORT_PROMPT_TOKENS:
+            self._short_until = now + _SHORT_SECONDS
         if self._last_arrival is not None:
             other, at = self._last_arrival
             if other != tenant and now - at < _SHARED_SECONDS:
@@ -76,19 +87,36 @@ class ServingPace(Pace):
 
     def comfortable_seconds(self, shape: StepShape) -> float:
         """How long a step with prompts may be where nobody said how long."""
-        costs = self._times.model.costs
-        if costs is not self._efficient_for:
-            self._efficient_for, self._efficient_seconds = costs, _efficient_seconds(costs, self._max_step_tokens)
         is_shared = self._clock() < self._shared_until
         if not is_shared and self._max_step_tokens <= _SMALL_STEP_TOKENS:
             return float("inf")
-        decode = costs.seconds(shape) if shape.num_rows else 0.0
         times = _SHARED_DECODE_TIMES if is_shared else _DECODE_TIMES
-        return max(times * decode, self._efficient_seconds)
+        return max(times * self._decode_seconds(shape), self._least_efficient_seconds())
+
+    def patient_seconds(self, shape: StepShape) -> float:
+        """How long a step may be made by prompts that can wait, so that short ones which come do not wait long."""
+        if self._clock() >= self._short_until:
+            return float("inf")
+        short = self._times.model.seconds(with_prompt(StepShape(), 1, 0)) / _PATIENT_FIXED_PART
+        return max(_SHARED_DECODE_TIMES * self._decode_seconds(shape), min(short, self._least_efficient_seconds()))
+
+    def can_wait(self, request: RequestState, remaining: int) -> bool:
+        """Whether a prompt is long and need not begin yet to be in time."""
+        is_long = request.num_prompt_tokens > _LONG_PROMPT_TOKENS and remaining > _SHORT_PROMPT_TOKENS
+        return is_long and self._clock() < request.due
 
     def batch_allowance(self, shape: StepShape) -> float:
         """How long a step may take with batch work in it, that takes `shape` without."""
         return self._times.model.seconds(shape) * (1.0 + _BATCH_PART)
+
+    def _decode_seconds(self, shape: StepShape) -> float:
+        return self._times.model.seconds(shape) if shape.num_rows else 0.0
+
+    def _least_efficient_seconds(self) -> float:
+        costs = self._times.model.costs
+        if costs is not self._efficient_for:
+            self._efficient_for, self._efficient_seconds = costs, _efficient_seconds(costs, self._max_step_tokens)
+        return self._efficient_seconds
 
     def _room(self, limited: Sequence[RequestState]) -> float:
         """How long the next step may take so that each of these keeps its time per token."""
@@ -119,15 +147,19 @@ def decode_shape(ready: Sequence[Ready]) -> StepShape:
 
 
 def chunk_sizes(
-    prompts: Sequence[Ready], shape: StepShape, costs: StepCosts, seconds: float, room: int
+    prompts: Sequence[Ready], shape: StepShape, pace: ServingPace, costs: StepCosts, seconds: float, room: int
 ) -> dict[int, int]:
     """How many tokens of each prompt, by the request's number, fit beside `shape` into a step so long; best first."""
     sizes: dict[int, int] = {}
+    patient_seconds = min(seconds, pace.patient_seconds(shape))
     for request, remaining in prompts:
         most = min(remaining, max(0, room))
-        fitting = costs.prompt_tokens_within(seconds, shape, request.computed, most)
+        longest = patient_seconds if pace.can_wait(request, remaining) else seconds
+        fitting = costs.prompt_tokens_within(longest, shape, request.computed, most)
         if not sizes:
             fitting = max(fitting, min(most, LEAST_PROMPT_TOKENS))
+        if most - fitting <= fitting * _REST_PART:
+            fitting = most
         sizes[request.number] = fitting
         room -= fitting
         shape = with_prompt(shape, fitting, request.computed)

@@ -7,8 +7,11 @@ took is the time since the step before it was done, where that is the shorter of
 from collections import deque
 from collections.abc import Callable
 
+from penstock.engine.metrics import QuantileWindow
 from penstock.engine.scheduler.cost_model import CostModel, StepShape
 from penstock.engine.scheduler.step_plan import StepPlan
+
+_RATIO_WINDOW = 200
 
 
 class StepTimes:
@@ -16,6 +19,7 @@ class StepTimes:
 
     def __init__(self, model: CostModel, clock: Callable[[], float]) -> None:
         self.model = model
+        self.ratios = QuantileWindow(_RATIO_WINDOW)  # how long the last steps took, in parts of what was foreseen
         self._clock = clock
         self._launched: deque[tuple[StepShape, float]] = deque()  # shape, when it was launched
         self._last_done: float | None = None
@@ -28,6 +32,7 @@ class StepTimes:
         shape, _ = self._launched.popleft()
         alone = seconds if self._last_done is None else min(seconds, now - self._last_done)
         self._last_done = now
+        self.ratios.add(alone / max(self.model.seconds(shape), 1e-9))
         self.model.observe(shape, alone)
 
     def fail(self, now: float) -> None:
@@ -38,6 +43,14 @@ class StepTimes:
     def has_rested_since(self, moment: float) -> bool:
         """Whether no step has run at any time from then on."""
         return not self._launched and (self._last_done is None or self._last_done <= moment)
+
+    def sole_launched(self) -> tuple[float, float] | None:
+        """When the step under way began and how long it should take; None where none is, or another is behind it."""
+        if len(self._launched) != 1:
+            return None
+        shape, launched = self._launched[0]
+        began = launched if self._last_done is None else max(self._last_done, launched)
+        return began, self.model.seconds(shape)
 
     def free_at(self, now: float) -> float:
         """When everything that is launched will be done, as far as can be foreseen."""

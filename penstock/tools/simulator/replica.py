@@ -30,12 +30,17 @@ class Replica:
         """Requests that have not ended."""
         return len(self._engine.scheduler.requests)
 
+    @property
+    def next_step_at(self) -> float:
+        """When it runs again; what arrives until then is taken in first."""
+        return max(self.clock.now(), self._engine.launch_due)
+
     def submit(self, submit: Submit, moment: float) -> list[TokenEvent]:
         """Take in a request that reaches the engine now; a refusal is its one event."""
-        if not self.has_work:
-            self.clock.advance_to(moment)
+        self.clock.advance_to(moment)
         return [event for _, event in self._engine.submit(submit)]
 
     def step(self) -> list[TokenEvent]:
         """Run the engine once; the clock then shows when its step ended."""
+        self.clock.advance_to(self.next_step_at)
         return [event for _, event in self._engine.step()]

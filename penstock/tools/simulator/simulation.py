@@ -112,9 +112,9 @@ class _Simulation:
         arrival_seconds, event_seconds = host.arrival_ms / 1e3, host.event_ms / 1e3
         while True:
             busy = min(
-                (item for item in self.replicas if item.has_work), key=lambda item: item.clock.now(), default=None
+                (item for item in self.replicas if item.has_work), key=lambda item: item.next_step_at, default=None
             )
-            if self._arrivals and (busy is None or self._arrivals[0][0] + arrival_seconds <= busy.clock.now()):
+            if self._arrivals and (busy is None or self._arrivals[0][0] + arrival_seconds <= busy.next_step_at):
                 self._send(*heapq.heappop(self._arrivals), arrival_seconds)
             elif busy is not None:
                 for index, event in enumerate(busy.step()):
