@@ -24,7 +24,6 @@ _logger = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _QUIET_ROUTES = frozenset({"/live", "/ready", "/metrics"})  # asked again and again; whoever asks has the answer
 _MAX_PATH = 200
-_STRANGER_STATUS = 401  # nothing of a stranger's body is read
 
 
 class FrontDoor:
@@ -45,7 +44,7 @@ class FrontDoor:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), identity]
-                if record.status >= 400 and record.status != _STRANGER_STATUS:
+                if record.status >= 400:
                     await body.discard()
             await send(message)
 

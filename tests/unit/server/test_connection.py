@@ -11,7 +11,8 @@ import pytest
 
 from penstock.server import connection
 from penstock.server.connection import ConnectionLimits, raise_file_limit
-from tests.unit.server.conftest import MODEL, listening, until
+from penstock.tenants import ApiKey
+from tests.unit.server.conftest import MODEL, listening, running_service, until
 
 HEAD = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 LIVE = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -197,22 +198,30 @@ def test_the_file_limit_is_raised_as_far_as_connections_need(monkeypatch, soft, 
     assert changes == ([] if raised_to is None else [raised_to])
 
 
-@pytest.mark.parametrize("path", [b"/tokenize", b"/nowhere"])
-async def test_who_sends_more_than_is_taken_still_reads_the_refusal(service, path):
-    sent = b"x" * (8 * 1024 * 1024)
-    head = HEAD.replace(b"/tokenize", path) + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(sent)
+def send_all_then_read(url, head, body):
+    """Send everything before reading anything, as many clients do; return the answer."""
+    length = b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
+        client.sendall(head + length + body)
+        answer = b""
+        while piece := client.recv(65536):
+            answer += piece
+        return answer
 
-    def send_and_read(url):
-        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
-            client.sendall(head + sent)  # reads nothing before all is sent, as many clients do
-            answer = b""
-            while piece := client.recv(65536):
-                answer += piece
-            return answer
 
+@pytest.mark.parametrize(("path", "code"), [(b"/tokenize", "body_too_large"), (b"/nowhere", "route_not_found")])
+async def test_who_sends_more_than_is_taken_still_reads_the_refusal(service, path, code):
+    body = b"x" * (8 * 1024 * 1024)
     async with listening(service.context) as url:
-        answer = await asyncio.to_thread(send_and_read, url)
-    assert error_code(answer) == ("body_too_large" if path == b"/tokenize" else "route_not_found")
+        answer = await asyncio.to_thread(send_all_then_read, url, HEAD.replace(b"/tokenize", path), body)
+    assert error_code(answer) == code
+
+
+async def test_who_sends_much_without_a_key_still_reads_the_refusal():
+    keys = (ApiKey("alice", "0" * 64),)
+    async with running_service(keys=keys) as service, listening(service.context) as url:
+        answer = await asyncio.to_thread(send_all_then_read, url, HEAD, b"x" * (8 * 1024 * 1024))
+    assert error_code(answer) == "invalid_api_key"
 
 
 async def test_a_refusal_waits_only_so_long_for_a_body_that_does_not_come(service, monkeypatch):
