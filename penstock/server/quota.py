@@ -76,7 +76,7 @@ class Meter:
         self._thread = thread
         self._quotas = quotas
         self._books = books
-        self._held: set[str] = set()  # ids of leases
+        self._held: dict[str, str] = {}  # tenants by the ids of leases
 
     async def admit(self, caller: Caller, model: str, need: Need) -> Charge:
         """Reserve what a request may use. Raises LimitReached, LimitTooSmall or StoreUnavailable."""
@@ -97,13 +97,13 @@ class Meter:
                 headers=rate_limit_headers(outcome.standing),
             )
         if outcome.tier is Tier.ONLINE:
-            self._held.add(outcome.id)
+            self._held[outcome.id] = outcome.tenant
         return Charge(self, caller.tenant, model, outcome)
 
     def forget(self, lease: Lease | None) -> None:
         """Renew a lease no more."""
         if lease is not None:
-            self._held.discard(lease.id)
+            self._held.pop(lease.id, None)
 
     def book(self, usage: Usage | None, settlement: tuple[Lease, Spent] | None) -> "asyncio.Future[None]":
         """Write an entry; the result is there when it is written."""
@@ -120,8 +120,9 @@ class Meter:
         while self._quotas is not None:
             await asyncio.sleep(RENEW_SECONDS)
             if self._held:
-                ids = sorted(self._held)
-                await asyncio.get_running_loop().run_in_executor(self._thread, self._quotas.renew, ids)
+                # In the thread that settles as well: what ends meanwhile is settled behind this.
+                held = dict(self._held)
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._quotas.renew, held)
 
 
 def _settlement(lease: Lease | None, record: RequestRecord) -> tuple[Lease, Spent] | None:

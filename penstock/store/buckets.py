@@ -58,7 +58,8 @@ class InUse(msgspec.Struct, kw_only=True):
         self.input_tokens = _leaked(self.input_tokens, limits.input_tokens_per_minute, seconds)
         self.output_tokens = _leaked(self.output_tokens, limits.output_tokens_per_minute, seconds)
         self.at = now
-        if self.day != day_of(now):
+        # A clock set back over midnight begins no day again: the later one goes on.
+        if self.day not in (day_of(now), day_of(now + DAY_SECONDS)):
             self.day, self.day_tokens = day_of(now), 0
 
     def add(self, *, requests: int, input_tokens: int, output_tokens: int, day: str) -> None:
@@ -92,7 +93,8 @@ class InUse(msgspec.Struct, kw_only=True):
         waits = {name: bucket.wait_seconds(amounts[name]) for name, bucket in self.buckets(limits).items()}
         if limits.tokens_per_day is not None:
             fits = self.day_tokens + input_tokens + output_tokens <= limits.tokens_per_day
-            waits["tokens_per_day"] = 0.0 if fits else DAY_SECONDS - self.at % DAY_SECONDS
+            days = 1 if self.day == day_of(self.at) else 2
+            waits["tokens_per_day"] = 0.0 if fits else days * DAY_SECONDS - self.at % DAY_SECONDS
         return {name: math.ceil(round(seconds * 1000, 3)) / 1000 for name, seconds in waits.items()}
 
 

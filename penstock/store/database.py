@@ -132,7 +132,9 @@ def _schema_version(connection: Connection) -> int | None:
     return int(connection.execute(select(state.c.schema_version)).scalar_one())
 
 
-def insert_into(connection: Connection, table: Table, values: dict[str, Any]) -> sqlite.Insert | postgresql.Insert:
+def insert_into(
+    connection: Connection, table: Table, values: dict[str, Any] | list[dict[str, Any]]
+) -> sqlite.Insert | postgresql.Insert:
     """Return an INSERT that knows `on_conflict_do_…`, which each database writes in its own way."""
     if connection.dialect.name == "postgresql":
         return postgresql.insert(table).values(values)

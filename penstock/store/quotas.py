@@ -7,7 +7,7 @@ stands. Settling takes the lease away, so that nothing is settled twice. Knows n
 
 import math
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 
 import msgspec
@@ -27,7 +27,7 @@ RENEW_SECONDS = 10.0
 CONCURRENCY_RETRY_SECONDS = 1.0
 
 _FIRST_MEAN_OUTPUT_TOKENS = 256.0
-_MAX_IDS = 1000  # in one statement
+_MAX_ROWS = 1000  # in one statement
 _LEARNING_RATE = 0.1
 _BATCH_LIMIT = "tokens_per_day"
 
@@ -116,13 +116,17 @@ class QuotaStore:
                 connection.execute(insert(leases).values(row))
             return lease
 
-    def renew(self, ids: Sequence[str]) -> None:
-        """Keep leases from running out."""
-        for start in range(0, len(ids), _MAX_IDS):
-            some = leases.c.id.in_(ids[start : start + _MAX_IDS])
+    def renew(self, held: Mapping[str, str]) -> None:
+        """Keep leases, tenants by the leases' ids, from running out; one that a clock set forward ended begins anew."""
+        items = sorted(held.items())
+        for start in range(0, len(items), _MAX_ROWS):
+            some = items[start : start + _MAX_ROWS]
             with self._database.writing() as connection:
                 expires_at = self._database.now(connection) + LEASE_SECONDS
-                connection.execute(update(leases).where(some).values(expires_at=expires_at))
+                rows = [{"id": lease, "tenant": tenant, "expires_at": expires_at} for lease, tenant in some]
+                renewed = insert_into(connection, leases, rows)
+                newer = {"expires_at": expires_at}
+                connection.execute(renewed.on_conflict_do_update(index_elements=["id"], set_=newer))
 
 
 def settle(database: Database, connection: Connection, ended: Iterable[tuple[Lease, Spent]]) -> None:
@@ -188,7 +192,7 @@ def _estimate(limits: Limits, need: Need, mean_output_tokens: float | None) -> i
 def _refusal(connection: Connection, caller: Caller, in_use: InUse, need: Need, output_tokens: int) -> Refusal | None:
     limits, tenant = caller.terms.limits, caller.tenant
     waits = in_use.waits(limits, input_tokens=need.input_tokens, output_tokens=output_tokens)
-    connection.execute(delete(leases).where(leases.c.tenant == tenant, leases.c.expires_at <= in_use.at))
+    _end_leases(connection, tenant, in_use.at)
     if need.tier is Tier.BATCH:
         waits = {name: seconds for name, seconds in waits.items() if name == _BATCH_LIMIT}
     elif limits.concurrent_requests is not None:
@@ -204,6 +208,14 @@ def _refusal(connection: Connection, caller: Caller, in_use: InUse, need: Need, 
         retry_after_seconds=waits[longest],
         standing=in_use.buckets(limits),
     )
+
+
+def _end_leases(connection: Connection, tenant: str, now: float) -> None:
+    """Take away leases that have run out."""
+    own, latest = leases.c.tenant == tenant, now + LEASE_SECONDS
+    connection.execute(delete(leases).where(own, leases.c.expires_at <= now))
+    # No lease is longer: before the clock was set back it was. Whoever still holds it renews it, else it ends as others.
+    connection.execute(update(leases).where(own, leases.c.expires_at > latest).values(expires_at=latest))
 
 
 def _lock(connection: Connection, tenant: str, database: Database) -> InUse:

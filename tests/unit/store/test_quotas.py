@@ -158,7 +158,7 @@ def test_a_renewed_lease_does_not_run_out(quotas, clock):
     lease = admitted(quotas.admit(alice, need()))
     for _ in range(5):
         clock.now += LEASE_SECONDS - 1
-        quotas.renew([lease.id])
+        quotas.renew({lease.id: alice.tenant})
     assert refused(quotas.admit(alice, need())).limit == "concurrent_requests"
 
 
@@ -187,6 +187,47 @@ def test_a_clock_set_back_gives_nothing_away_and_takes_nothing(quotas, clock):
     assert refused(quotas.admit(alice, need())).retry_after_seconds == 60.0
     clock.now += 60
     admitted(quotas.admit(alice, need()))
+
+
+def test_a_clock_set_back_over_midnight_begins_no_day_again(quotas, clock):
+    clock.now += 43200 + 1800
+    alice = caller(tokens_per_day=20)
+    admitted(quotas.admit(alice, need()))
+    clock.now -= 3600
+    assert refused(quotas.admit(alice, need())).retry_after_seconds == 86400 + 1800
+    clock.now += 86400 + 1800
+    admitted(quotas.admit(alice, need()))
+
+
+def test_a_lease_that_a_clock_set_forward_ended_is_back_when_it_is_renewed(quotas, sqlite_database, clock):
+    alice = caller(concurrent_requests=1, tokens_per_day=100)
+    lease = admitted(quotas.admit(alice, need(output=50)))
+    clock.now += 3600
+    other = admitted(quotas.admit(alice, need()))
+    end(sqlite_database, other, input_tokens=10, output_tokens=10)
+    quotas.renew({lease.id: alice.tenant})
+    assert refused(quotas.admit(alice, need())).limit == "concurrent_requests"
+    end(sqlite_database, lease, input_tokens=10, output_tokens=10)
+    admitted(quotas.admit(alice, need(output=50)))
+
+
+def test_a_killed_processs_leases_run_out_though_the_clock_was_set_back(quotas, clock):
+    alice = caller(concurrent_requests=1)
+    admitted(quotas.admit(alice, need()))
+    clock.now -= 3600
+    assert refused(quotas.admit(alice, need())).limit == "concurrent_requests"
+    clock.now += LEASE_SECONDS
+    admitted(quotas.admit(alice, need()))
+
+
+def test_a_lease_that_is_renewed_outlives_a_clock_set_back(quotas, clock):
+    alice = caller(concurrent_requests=1)
+    lease = admitted(quotas.admit(alice, need()))
+    clock.now -= 3600
+    for _ in range(4):
+        assert refused(quotas.admit(alice, need())).limit == "concurrent_requests"
+        quotas.renew({lease.id: alice.tenant})
+        clock.now += LEASE_SECONDS - 1
 
 
 def test_the_standing_is_told_with_the_admission(quotas):
