@@ -171,6 +171,7 @@ class EngineClient:
         best_effort: bool = False,
         tier: Tier = Tier.ONLINE,
         num_answer_tokens: int = 0,
+        call_tokens: int | None = None,
     ) -> TokenStream:
         """Send a request. Raises EngineUnavailable while there is no engine to take it."""
         if not self.connected:
@@ -193,6 +194,7 @@ class EngineClient:
                 best_effort=best_effort,
                 tier=tier,
                 num_answer_tokens=num_answer_tokens,
+                call_tokens=call_tokens,
             )
         )
         return stream

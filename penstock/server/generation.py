@@ -68,6 +68,7 @@ async def begin_answer(
                     best_effort=terms.best_effort,
                     tier=terms.tier,
                     num_answer_tokens=len(so_far),
+                    call_tokens=_call_tokens(index, prompts, num_choices),
                 )
                 assembler = TextAssembler(context.tokenizer, own)
                 assembler.replay(so_far)
@@ -83,6 +84,13 @@ async def begin_answer(
         raise
     record.num_choices = len(choices)
     return Answer(prompts, choices, charge)
+
+
+def _call_tokens(index: int, prompts: list[Prompt], num_choices: int) -> int | None:
+    """What the engine is told of the call that a request belongs to: its first answer's request stands for all."""
+    if len(prompts) * num_choices == 1:
+        return None
+    return num_choices * sum(len(prompt.token_ids) for prompt in prompts) if index == 0 else 0
 
 
 def _check_unfinished(context: ServerContext, params: SamplingParams, so_far: list[int]) -> None:

@@ -25,6 +25,7 @@ class Submitted:
     terms: Terms
     num_public_tokens: int = 0
     num_answer_tokens: int = 0
+    call_tokens: int | None = None
 
 
 @dataclass
@@ -110,12 +111,22 @@ class FakeEngine:
         adapter: str = "",
         num_public_tokens: int = 0,
         num_answer_tokens: int = 0,
+        call_tokens: int | None = None,
         **terms: Any,
     ) -> FakeStream:
         if not self.connected:
             raise EngineUnavailable("the engine is restarting; try again in a few seconds")
         request = Submitted(
-            prompt, params, request_id, arrival, tenant, adapter, Terms(**terms), num_public_tokens, num_answer_tokens
+            prompt,
+            params,
+            request_id,
+            arrival,
+            tenant,
+            adapter,
+            Terms(**terms),
+            num_public_tokens,
+            num_answer_tokens,
+            call_tokens,
         )
         self.submitted.append(request)
         return FakeStream(request, self.script(request), self.aborted.append)

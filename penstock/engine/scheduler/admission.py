@@ -85,7 +85,7 @@ class Admission:
         # Those ahead decode beside the request once their prompts have run: half of them, on the mean.
         rows = len(decoding) + int(ahead.requests / 2)
         shape = StepShape(rows, int(rows * mean_context))
-        num_tokens = ahead.tokens + len(request.tokens)
+        num_tokens = ahead.tokens + _tokens_asked(request)
         # The mean over all tokens to run of what lies before them, as far as it is this prompt's own.
         context = int(len(request.tokens) ** 2 / (2 * num_tokens))
         # A request that is alone does not decode beside its own prompt: no time per token makes its steps shorter.
@@ -106,8 +106,9 @@ class Admission:
         if request.best_effort or not self._times.model.is_trusted:
             return
         ttft, time_per_token = request.targets.ttft_seconds, request.targets.time_per_token_seconds
-        if ttft is not None or request.deadline is not None:
-            alone = self._alone_seconds(len(request.tokens))
+        is_first = request.call_tokens != 0
+        if is_first and (ttft is not None or request.deadline is not None):
+            alone = self._alone_seconds(_tokens_asked(request))
             longest_way = max(_WAY_SECONDS, _WAY_PART * alone)
             need, enough = alone, alone + longest_way
             if self._times.has_rested_since(request.arrival):
@@ -126,6 +127,8 @@ class Admission:
         if request.best_effort or not self._times.model.is_trusted:
             return None
         ttft, deadline, tightest = request.targets.ttft_seconds, request.deadline, forecast.tightest_target
+        if request.call_tokens == 0:  # it is in the forecast of its call's first
+            ttft = deadline = None
         if ttft is not None and forecast.ttft_seconds > ttft * _TTFT_PART:
             return "ttft"
         if deadline is not None and request.arrival + forecast.ttft_seconds > deadline:
@@ -217,6 +220,11 @@ def _named_milliseconds(seconds: float) -> str:
     """A short number that is over this many seconds."""
     milliseconds = seconds * 1000 * _NAMED_PART
     return f"{math.ceil(milliseconds)}" if milliseconds >= 10.0 else f"{math.ceil(milliseconds * 10) / 10:g}"
+
+
+def _tokens_asked(request: RequestState) -> int:
+    """Prompt tokens to run until the first tokens of all answers of the request's call."""
+    return max(len(request.tokens), request.call_tokens or 0)
 
 
 def _ahead_of(request: RequestState, load: Load) -> _Queue:

@@ -55,6 +55,7 @@ class RequestState:
     targets: Targets = NO_TARGETS
     deadline: float | None = None
     best_effort: bool = False
+    call_tokens: int | None = None  # see Submit
 
     computed: int = 0  # leading tokens whose KV is computed, or will be by the steps already launched
     in_flight: int = 0  # tokens that launched steps will sample and the host does not know yet

@@ -150,6 +150,7 @@ class Scheduler:
             targets=submit.targets,
             deadline=submit.deadline,
             best_effort=submit.best_effort,
+            call_tokens=submit.call_tokens,
         )
 
     def _admit_to_queue(self, request: RequestState) -> None:

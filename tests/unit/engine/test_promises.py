@@ -181,6 +181,38 @@ def test_an_idle_engine_keeps_a_term_or_names_the_least_that_it_could_keep(name,
     assert not second.refused
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    name=st.sampled_from(["targets.ttft_ms", "deadline_ms"]),
+    seconds=st.floats(0.001, 0.4),
+    prompt=st.integers(1, 3000),
+    num_answers=st.integers(2, 8),
+)
+def test_several_answers_to_one_call_are_in_time_or_told_what_all_of_them_need(name, seconds, prompt, num_answers):
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+
+    def call(prefix, seconds):
+        asked = terms_of(name, seconds, 0.0)
+        shares = [num_answers * prompt] + [0] * (num_answers - 1)
+        return [
+            engine.submit(request(f"{prefix}{index}", prompt=prompt, answer=1, call_tokens=share, **asked))
+            for index, share in enumerate(shares)
+        ]
+
+    answers = call("a", seconds)
+    if answers[0].refused:
+        assert answers[0].last is not None and answers[0].last.error is not None
+        assert (answers[0].last.error_code, answers[0].last.error_param) == (TargetUnreachable.code, name)
+        named = re.search(r"at least ([0-9.]+)", answers[0].last.error)
+        assert named is not None
+        # Its caller ends the others, and asks for what was named.
+        engine.engine.abort(b"", [f"a{index}" for index in range(1, num_answers)])
+        seconds = float(named[1]) / 1000
+        answers = call("b", seconds)
+    engine.run([])
+    assert all(not answer.refused and answer.ttft <= seconds for answer in answers)
+
+
 def test_a_deadline_that_an_idle_engine_could_not_meet_is_the_callers_mistake_even_while_the_queue_is_full():
     engine = VirtualEngine(known=H200_LLAMA_8B, max_running=2, max_waiting=4)
     fill(engine)

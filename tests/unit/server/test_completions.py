@@ -68,6 +68,13 @@ async def test_several_prompts_give_their_choices_in_order(short, prompts):
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
 
 
+async def test_the_first_of_several_answers_tells_the_engine_what_all_of_them_need(short):
+    await short.complete([[5, 6], [7, 8, 9]], n=2)
+    assert [request.call_tokens for request in short.engine.submitted] == [10, 0, 0, 0]
+    await short.complete([[5, 6]])
+    assert short.engine.submitted[-1].call_tokens is None
+
+
 async def test_echo_puts_the_prompt_before_the_answer(short):
     assert (await short.complete("say: ", echo=True)).json()["choices"][0]["text"] == "say: " + ANSWER
     streamed = events_in((await short.complete("say: ", echo=True, stream=True)).content)
