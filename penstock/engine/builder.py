@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from penstock.block_hash import BlockHasher
 from penstock.config import Setting, Sourced
+from penstock.engine import own_requests
 from penstock.engine.cache.host_tier import HostTier
 from penstock.engine.cache.kv_cache import KvCache
 from penstock.engine.config import EngineConfig, resolve
@@ -32,9 +33,6 @@ from penstock.models.store import ModelFiles
 from penstock.request import SamplingParams
 
 log = logging.getLogger(__name__)
-
-# A tenant that no caller can have: the warm-up's blocks are shared with nobody.
-_WARM_UP_TENANT = "\x00warm-up"
 
 # Up to so many tokens a step's products take hardly longer than reading the weights for one (docs/benchmarks.md).
 _KNEE_TOKENS = 256
@@ -120,7 +118,7 @@ def _warm_up(engine: Engine) -> None:
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     prompt = [0] * min(8, engine.scheduler.config.max_context_tokens - 2)
     events = engine.submit(
-        Submit(request_id="warm-up", prompt=prompt, params=params, arrival=0.0, tenant=_WARM_UP_TENANT)
+        Submit(request_id="warm-up", prompt=prompt, params=params, arrival=0.0, tenant=own_requests.WARM_UP)
     )
     while engine.has_work:
         events += engine.step()

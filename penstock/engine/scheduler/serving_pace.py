@@ -5,6 +5,7 @@ Sizes the prompt part of each step by the cost model. Looks at requests; changes
 
 from collections.abc import Callable, Iterable, Sequence
 
+from penstock.engine.own_requests import is_own
 from penstock.engine.scheduler.cost_model import StepCosts, StepShape, with_prompt
 from penstock.engine.scheduler.pace import Pace, Ready
 from penstock.engine.scheduler.request_state import RequestState
@@ -53,7 +54,7 @@ class ServingPace(Pace):
 
     def note_arrival(self, tenant: str, num_prompt_tokens: int) -> None:
         """A request was taken in: while different tenants' follow each other closely, the engine is shared."""
-        if tenant.startswith("\x00"):  # the engine's own: a name that no caller can have
+        if is_own(tenant):
             return
         now = self._clock()
         if num_prompt_tokens <= _SHORT_PROMPT_TOKENS:
