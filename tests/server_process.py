@@ -38,7 +38,7 @@ class ServerProcess:
         folder: Path | None = None,
         settings: Mapping[str, str] | None = None,
     ) -> None:
-        """Start `module` as the command; `folder` is where it may keep temporary files, `settings` are its variables."""
+        """Start `module` as the command; `folder` is for temporary files, `settings` are more variables."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
         environment |= settings or {}
         if folder is not None:
