@@ -109,10 +109,14 @@ class ServerProcess:
             return error.code, error.read().decode()
 
     def metric(self, name: str) -> float:
+        return self.metrics(name)[0]
+
+    def metrics(self, *names: str) -> list[float]:
+        """Return these, as they are at one moment."""
         _, text = self.get("/metrics")
-        found = re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-        assert found, f"no metric {name}"
-        return float(found[1])
+        found = [re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE) for name in names]
+        assert all(found), f"one of {names} is missing"
+        return [float(match[1]) for match in found if match]
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = 60.0) -> int:
         self.process.send_signal(number)
