@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 TINY_CONFIG = {
@@ -30,9 +31,16 @@ def write_tiny_model(folder: Path) -> Path:
 class ServerProcess:
     """One running server. Use as a context manager; leaves no process behind."""
 
-    def __init__(self, *arguments: str, module: str = "penstock", folder: Path | None = None) -> None:
-        """Start `module` as the command; `folder` is where it may keep temporary files."""
+    def __init__(
+        self,
+        *arguments: str,
+        module: str = "penstock",
+        folder: Path | None = None,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start `module` as the command; `folder` is for temporary files, `settings` are more variables."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+        environment |= settings or {}
         if folder is not None:
             environment["TMPDIR"] = str(folder)
         self.started = time.monotonic()
@@ -101,10 +109,14 @@ class ServerProcess:
             return error.code, error.read().decode()
 
     def metric(self, name: str) -> float:
+        return self.metrics(name)[0]
+
+    def metrics(self, *names: str) -> list[float]:
+        """Return these, as they are at one moment."""
         _, text = self.get("/metrics")
-        found = re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-        assert found, f"no metric {name}"
-        return float(found[1])
+        found = [re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE) for name in names]
+        assert all(found), f"one of {names} is missing"
+        return [float(match[1]) for match in found if match]
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = 60.0) -> int:
         self.process.send_signal(number)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from penstock.block_hash import BlockHasher
 from penstock.config import Setting, Sourced
+from penstock.engine import own_requests
 from penstock.engine.cache.host_tier import HostTier
 from penstock.engine.cache.kv_cache import KvCache
 from penstock.engine.config import EngineConfig, resolve
@@ -33,9 +34,8 @@ from penstock.request import SamplingParams
 
 log = logging.getLogger(__name__)
 
-# A tenant that no caller can have: the warm-up's blocks are shared with nobody.
-_WARM_UP_TENANT = "\x00warm-up"
-# The longest first: until the scheduler knows what steps cost, it does not cut them.
+# Prompts that the scheduler learns from before it serves. The longest first: until it knows what steps cost, it cuts
+# none.
 _WARM_UP_TOKENS = (4096, 2048, 1024, 512, 256, 128, 64)
 
 # Up to so many tokens a step's products take hardly longer than reading the weights for one (docs/benchmarks.md).
@@ -130,7 +130,7 @@ def warm_up(engine: Engine, config: EngineConfig) -> None:
     for index, length in enumerate([*(length for length in longer if length <= most), min(8, most)]):
         # Of other tokens each time: what is cached does not run.
         prompt = [index] * length
-        submit = Submit(request_id="warm-up", prompt=prompt, params=params, arrival=0.0, tenant=_WARM_UP_TENANT)
+        submit = Submit(request_id="warm-up", prompt=prompt, params=params, arrival=0.0, tenant=own_requests.WARM_UP)
         events += engine.submit(submit)
         while engine.has_work:
             events += engine.step()

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from penstock.engine import own_requests
 from penstock.engine.engine import Engine
 from penstock.engine.messages import Submit, TokenEvent
 from penstock.engine.scheduler.scheduler import Addressed
@@ -19,9 +20,8 @@ from penstock.request import SamplingParams
 
 log = logging.getLogger("penstock.canary")
 
-# Names that no caller can have: the prompt's blocks are shared with nobody.
-_CLIENT = b"\x00canary"
-_TENANT = "\x00canary"
+# No worker has this name.
+_CLIENT = own_requests.CANARY.encode()
 
 _NUM_BLOCKS = 2
 _RETRY_SECONDS = 1.0
@@ -59,7 +59,7 @@ class Canary:
         self._asked = True
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         submit = Submit(
-            request_id="canary", prompt=self.prompt, params=params, arrival=time.monotonic(), tenant=_TENANT
+            request_id="canary", prompt=self.prompt, params=params, arrival=time.monotonic(), tenant=own_requests.CANARY
         )
         self.sift(self._engine.submit(submit, _CLIENT))
 
@@ -75,7 +75,7 @@ class Canary:
     def find_blocks(self) -> list[int]:
         """Return the blocks that hold the prompt now."""
         cache = self._engine.scheduler.cache
-        return cache.find_prefix(cache.open(tenant=_TENANT, adapter=""), self.prompt)
+        return cache.find_prefix(cache.open(tenant=own_requests.CANARY, adapter=""), self.prompt)
 
     def _look(self, blocks: list[int]) -> None:
         if self._digests(blocks) == self._expected:

@@ -27,8 +27,8 @@ class Submit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     best_effort: bool = False  # rather late than refused
     tier: Tier = Tier.ONLINE
     num_answer_tokens: int = 0  # trailing tokens of the prompt that are the beginning of an answer given elsewhere
-    # Of a call with several answers the first request stands for all: their prompts' tokens, and 0 for the others,
-    # which are taken with it. None: there is no other.
+    # Of a call with several answers the first request stands for all: the tokens of their prompts. The others have 0,
+    # and are taken with it. None: there is no other.
     call_tokens: int | None = None
 
 

@@ -81,7 +81,7 @@ class EngineProcess:
     def run(self) -> None:
         """Serve until told to stop."""
         while not self._stopping:
-            self._receive()
+            self._receive(wait_seconds=self._seconds_to_wait())
             if self._canary is not None:
                 self._canary.tick()
             if self._engine.has_work:
@@ -98,27 +98,32 @@ class EngineProcess:
         """End after the current step."""
         self._stopping = True
 
-    def _receive(self) -> None:
-        """Take in every frame that is there, and those that come while there is nothing else to do."""
-        if not self._engine.has_work and not self._socket.poll(self._idle_milliseconds()):
-            self._stopping = self._stopping or os.getppid() != self._parent
-        self._take_frames()
+    def _seconds_to_wait(self) -> float:
+        """How long the next frame may take: until stats are due, where there is nothing else to do."""
+        now = time.monotonic()
         if self._engine.has_work:
-            self._busy_at = time.monotonic()
+            self._busy_at = now
+            return 0.0
+        if self._has_chores and now >= self._busy_at + _QUIET_SECONDS:
+            self._has_chores = self._engine.runner.use_idle_moment()
+            return 0.0
+        due = min(self._stats_due, self._busy_at + _QUIET_SECONDS) if self._has_chores else self._stats_due
+        return max(0.001, due - now)
+
+    def _receive(self, *, wait_seconds: float) -> None:
+        """Take in every frame that is there or, where there may be time, the first that comes.
+
+        While the device is busy, also those that come until the next step is due: they are in it.
+        """
+        if wait_seconds and not self._socket.poll(math.ceil(wait_seconds * 1000)):
+            self._stopping = self._stopping or os.getppid() != self._parent
+            return
+        self._take_frames()
         # Rounded down: a step that is launched too late leaves the device idle.
         while (milliseconds := int((self._engine.launch_due - time.monotonic()) * 1000)) > 0 and not self._stopping:
             if not self._socket.poll(milliseconds):
                 return
             self._take_frames()
-
-    def _idle_milliseconds(self) -> int:
-        """Do the runner's chores, if nobody came for a while; return how long the next frame may take."""
-        now = time.monotonic()
-        if self._has_chores and now >= self._busy_at + _QUIET_SECONDS:
-            self._has_chores = self._engine.runner.use_idle_moment()
-            return 0
-        due = min(self._stats_due, self._busy_at + _QUIET_SECONDS) if self._has_chores else self._stats_due
-        return max(1, math.ceil((due - now) * 1000))
 
     def _take_frames(self) -> None:
         while True:

@@ -3,7 +3,8 @@
 Built once by the worker; nothing here is global. Knows nothing of any single request.
 """
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -38,6 +39,7 @@ class ServerContext:
     answers: OpenAnswers
     readiness: Readiness
     created: int  # Unix time that /v1/models tells as the model's
+    new_batch: asyncio.Event = field(default_factory=asyncio.Event)  # set where this worker has taken one in
 
     @property
     def served_names(self) -> list[str]:

@@ -214,7 +214,7 @@ def _end_leases(connection: Connection, tenant: str, now: float) -> None:
     """Take away leases that have run out."""
     own, latest = leases.c.tenant == tenant, now + LEASE_SECONDS
     connection.execute(delete(leases).where(own, leases.c.expires_at <= now))
-    # No lease is longer: before the clock was set back it was. Whoever holds it renews it, else it ends as others.
+    # A lease that seems longer is from before the clock was set back. Who still holds it renews it; else it runs out.
     connection.execute(update(leases).where(own, leases.c.expires_at > latest).values(expires_at=latest))
 
 

@@ -88,9 +88,8 @@ def wrong_imports(module: Module) -> list[str]:
 
 
 def test_every_unit_has_a_place() -> None:
-    for module in modules():
-        if module.name:
-            depth(module.unit)
+    placed = {*ROOT_MODULES, *(unit for layer in LAYERS for unit in layer)}
+    assert {module.unit for module in modules() if module.name} - placed == set()
 
 
 def test_imports_point_down() -> None:

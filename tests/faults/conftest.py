@@ -47,7 +47,5 @@ def faulty_server(model: Path) -> Iterator[ServerProcess]:
 
 def is_idle(server: ServerProcess) -> bool:
     """Whether nothing runs, waits or holds a block."""
-    return all(
-        server.metric(name) == 0
-        for name in ("penstock_total_running_requests", "penstock_total_queued_requests", "penstock_kv_blocks_used")
-    )
+    names = ("penstock_total_running_requests", "penstock_total_queued_requests", "penstock_kv_blocks_used")
+    return server.metrics(*names) == [0, 0, 0]

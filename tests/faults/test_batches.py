@@ -102,11 +102,11 @@ def test_another_server_goes_on_where_one_was_killed_with_all_its_processes(serv
     with servers.start("--workers", "2") as first, servers.start() as second:
         first.wait_ready()
         second.wait_ready()
-        batch_ids = [servers.create(first, count) for _ in range(1)]
-        servers.wait_for(second, batch_ids[0], 20)
+        batch_id = servers.create(first, count)
+        servers.wait_for(second, batch_id, 20)
         for pid in [*first.children("penstock.server.worker"), first.engine_pid, first.process.pid]:
             os.kill(pid, signal.SIGKILL)
-        batch = servers.wait_end(second, batch_ids[0])
+        batch = servers.wait_end(second, batch_id)
         servers.check(second, batch, count)
 
 

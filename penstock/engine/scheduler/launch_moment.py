@@ -28,8 +28,9 @@ class LaunchMoment:
         self._began = 0.0
 
     def begin(self) -> None:
-        """A step is about to be planned."""
-        self._began = self._clock()
+        """A step is about to be planned. By how much that is late counts as the host's time too."""
+        now = self._clock()
+        self._began = min(now, self.due() or now)
 
     def end(self) -> None:
         """The step has been launched."""

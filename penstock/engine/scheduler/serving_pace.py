@@ -6,10 +6,12 @@ Sizes the prompt part of each step by the cost model. Looks at requests; changes
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+from penstock.engine.own_requests import is_own
 from penstock.engine.scheduler.cost_model import StepCosts, StepShape, with_prompt
 from penstock.engine.scheduler.pace import Pace, Ready
 from penstock.engine.scheduler.request_state import RequestState
 from penstock.engine.scheduler.step_times import StepTimes
+from penstock.tenants import OPEN_TENANT
 
 # Without targets, a step with prompts takes at most so many times what its decoding rows take alone: a request that
 # arrives meanwhile waits for it. Less while several tenants are there, so that none waits long for another.
@@ -17,6 +19,7 @@ _DECODE_TIMES = 3.0
 _SHARED_DECODE_TIMES = 1.75
 _SHARED_SECONDS = 10.0
 # ... or up to this part of the time that all waiting prompts take: with a long queue the one thing that helps is speed.
+# Not where callers have names: the next one's should not have to wait for it.
 _BACKLOG_PART = 0.1
 # While short prompts come, a long one that is not due yet runs in shorter steps: so short that this part of each is
 # what every step takes. Shorter ones would slow it down more than they help the others.
@@ -50,14 +53,16 @@ class ServingPace(Pace):
         self._clock = clock
         self._efficient_for: StepCosts | None = None
         self._efficient_seconds = 0.0
+        self._has_names = False
         self._last_arrival: tuple[str, float] | None = None  # tenant and time
         self._shared_until = -math.inf
         self._short_until = -math.inf
 
     def note_arrival(self, tenant: str, num_prompt_tokens: int) -> None:
         """A request was taken in: while different tenants' follow each other closely, the engine is shared."""
-        if tenant.startswith("\x00"):  # the engine's own: a name that no caller can have
+        if is_own(tenant):
             return
+        self._has_names = self._has_names or tenant not in ("", OPEN_TENANT)
         now = self._clock()
         if num_prompt_tokens <= _SHORT_PROMPT_TOKENS:
             self._short_until = now + _SHORT_SECONDS
@@ -99,7 +104,7 @@ class ServingPace(Pace):
             return float("inf")
         times = _SHARED_DECODE_TIMES if is_shared else _DECODE_TIMES
         limit = max(times * self._decode_seconds(shape), self._least_efficient_seconds())
-        if not is_shared:
+        if not self._has_names:
             limit = max(limit, _BACKLOG_PART * num_prompt_tokens * self._times.model.costs.token_seconds)
         return limit
 

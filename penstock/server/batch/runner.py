@@ -5,6 +5,7 @@ servers on one store may do this; a batch is held by one. Knows nothing of what 
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,8 @@ from penstock.store.files import FileStore
 from penstock.telemetry import log_event
 
 _POLL_SECONDS = 0.5
+# Each time that there is nothing to do the next look comes later, up to so many times: a look is a query.
+_IDLE_TIMES = 8
 _SWEEP_SECONDS = 600.0
 _MAX_HELD = 4
 
@@ -54,6 +57,7 @@ class BatchRunner:
         self._threads.shutdown()
 
     async def _run(self) -> None:
+        pause = self._poll_seconds
         while not self._context.answers.draining:
             for task in [task for task in self._held if task.done()]:
                 del self._held[task]
@@ -62,8 +66,22 @@ class BatchRunner:
                 batch = await self._take()
                 if batch is not None:
                     self._hold(batch)
+                    pause = self._poll_seconds
                     continue
-            await asyncio.sleep(self._poll_seconds)
+            if await self._is_called_within(pause) or self._held:
+                pause = self._poll_seconds
+            else:
+                pause = min(2 * pause, _IDLE_TIMES * self._poll_seconds)
+
+    async def _is_called_within(self, seconds: float) -> bool:
+        """Wait so long, or until this worker has taken a batch in."""
+        called = self._context.new_batch
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await called.wait()
+        was_called = called.is_set()
+        called.clear()
+        return was_called
 
     def _hold(self, batch: StoredBatch) -> None:
         held = HeldBatch(

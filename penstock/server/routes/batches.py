@@ -44,7 +44,9 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
             window_seconds=WINDOW_SECONDS,
             labels=wanted.metadata,
         )
-        return json_response(_shown(await asyncio.to_thread(store.create, caller.tenant, new)))
+        batch = await asyncio.to_thread(store.create, caller.tenant, new)
+        context.new_batch.set()
+        return json_response(_shown(batch))
 
     def _model_of(files: FileStore, tenant: str, wanted: BatchRequest) -> str | None:
         file = files.find(tenant, wanted.input_file_id)

@@ -13,6 +13,7 @@ from penstock.engine.cache.kv_cache import KvCache
 from penstock.engine.engine import Engine
 from penstock.engine.messages import Submit
 from penstock.engine.metrics import EngineMetrics
+from penstock.engine.own_requests import WARM_UP
 from penstock.engine.scheduler.cost_model import CostModel, StepShape
 from penstock.engine.scheduler.foresight import Foresight
 from penstock.engine.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -270,7 +271,7 @@ def test_the_engines_own_requests_are_no_other_tenant():
     pace = ServingPace(StepTimes(CostModel(H200_LLAMA_8B), clock), 8192, clock)
     shape = StepShape(64, 64 * 1000)
     alone = pace.comfortable_seconds(shape)
-    pace.note_arrival("\x00warm-up", 100)
+    pace.note_arrival(WARM_UP, 100)
     pace.note_arrival("a", 100)
     assert pace.comfortable_seconds(shape) == alone
     pace.note_arrival("b", 100)

@@ -74,3 +74,25 @@ def test_the_host_has_the_time_that_launching_takes_it():
         clock.now += seconds
         times.settle(seconds, clock.now)
     assert 0.9 * seconds - host < due <= seconds - host
+
+
+def test_a_host_that_is_late_begins_sooner_the_next_time():
+    clock = VirtualClock()
+    times = StepTimes(CostModel(H200_LLAMA_8B), clock)
+    moment = LaunchMoment(times, clock)
+    plan = StepPlan(0)
+    plan.slices.append(RowSlice(0, 0, 100, 1, 1))
+    seconds, late, dues = H200_LLAMA_8B.seconds(StepShape(1, 101)), 0.001, []
+    moment.begin()
+    times.launch(plan)
+    moment.end()
+    for _ in range(400):
+        done = clock.now + seconds
+        dues.append(done - moment.due())
+        clock.now = max(clock.now, moment.due()) + (late if moment.due() else 0.0)
+        moment.begin()
+        moment.end()
+        clock.now = max(clock.now, done)
+        times.settle(seconds, clock.now)
+        times.launch(plan)
+    assert 0.99 * late < dues[-1] < 2 * late

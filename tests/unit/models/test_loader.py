@@ -74,9 +74,11 @@ def test_settings_of_a_deeper_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_saved_rotary_frequencies_are_left_aside(tmp_path: Path) -> None:
-    make_reference("llama", tmp_path)
+    model = make_reference("llama", tmp_path)
     edit_tensors(tmp_path, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
-    load(folder_files(tmp_path))
+    prompt = random_tokens(5)
+    found = PagedDecoder(load_exact(folder_files(tmp_path))).run("a", prompt)
+    torch.testing.assert_close(found, reference_logits(model, prompt), atol=1e-4, rtol=0.0)
 
 
 def test_a_saved_head_that_is_tied_is_left_aside(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class Desk:
 
 
 @contextlib.asynccontextmanager
-async def running_desk(folder, terms=None):
+async def running_desk(folder, terms=None, *, poll_seconds=0.02):
     store = str(folder / "penstock.db")
     key = None
     if terms is not None:
@@ -75,10 +75,16 @@ async def running_desk(folder, terms=None):
     async with running_service(store=store) as service:
         if key is not None:
             await until(lambda: not service.context.tenancy.ring.is_open)
-        runner = BatchRunner(service.context, service.context.tenancy.database, poll_seconds=0.02)
+        runner = BatchRunner(service.context, service.context.tenancy.database, poll_seconds=poll_seconds)
         runner.start()
         yield Desk(service, key)
         await runner.close()
+
+
+async def test_a_batch_begins_at_once_where_it_was_taken_in_however_rarely_the_store_is_looked_at(tmp_path):
+    async with running_desk(tmp_path, poll_seconds=3600) as desk:
+        ended = await desk.ended(await desk.start(line("a")))
+        assert ended["request_counts"]["completed"] == 1
 
 
 async def test_lines_run_in_the_batch_tier_with_their_tenants_terms(tmp_path):
