@@ -13,6 +13,7 @@ import msgspec
 from penstock.errors import ConfigError
 from penstock.fleet.adapters.registry import ADAPTERS
 from penstock.fleet.config import FleetConfig, ReplicaEntry
+from penstock.fleet.rollout.plan import VERSION_NAME, check_rollout
 from penstock.fleet.router.policies.registry import POLICIES
 
 _OPTION = "--fleet"
@@ -31,6 +32,8 @@ def read_fleet(file: Path | None, urls: Sequence[str] = (), policy: str | None =
     sections = config.discovery
     for kind in (*(item.kind for item in sections.dns), *(item.kind for item in sections.kubernetes)):
         _check_kind(kind, _OPTION)
+    for model, rollout in config.rollouts.items():
+        check_rollout(model, rollout, _OPTION)
     return config
 
 
@@ -44,6 +47,8 @@ def check_entry(entry: ReplicaEntry, option: str) -> None:
         is_usable = False
     if not is_usable or parts.query or parts.fragment or parts.username:
         raise ConfigError(option, entry.url[:200], "give a replica's URL such as http://127.0.0.1:8000")
+    if not VERSION_NAME.fullmatch(entry.version):
+        raise ConfigError(option, entry.version[:200], "version must be 1 to 64 letters, digits, '.', '_' or '-'")
     if entry.max_in_flight is not None and entry.max_in_flight < 1:
         raise ConfigError(option, entry.max_in_flight, "max_in_flight must be at least 1, or be left out")
 

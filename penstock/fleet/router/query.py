@@ -45,9 +45,12 @@ def read_head(body: bytes) -> RequestHead:
 class RouteQuery:
     """What a policy may know of a request."""
 
-    def __init__(self, head: RequestHead, *, model: str, tenant: str, session: str | None = None) -> None:
+    def __init__(
+        self, head: RequestHead, *, model: str, tenant: str, session: str | None = None, version: str | None = None
+    ) -> None:
         self.model = model  # as the replicas call it
         self.tenant = tenant
+        self.version = version  # that the caller named
         self.adapter = head.adapter or ""
         self._head = head
         self._session = session
