@@ -133,7 +133,7 @@ async def test_where_only_other_versions_are_up_the_answer_says_so():
 
 
 async def test_a_replica_that_registers_again_with_another_version_has_it():
-    async with two_versions() as (running, one, other):
+    async with two_versions() as (running, _, other):
         entry = running.gateway.pool.find(other.url).entry
         running.gateway.registration.register(msgspec.structs.replace(entry, version="stable"))
         await ask_many(running, 10)
@@ -186,7 +186,7 @@ async def test_only_the_stated_share_is_copied():
 
 
 async def test_a_healthy_candidate_is_promoted_and_then_answers_everything():
-    async with two_versions() as (running, one, other):
+    async with two_versions() as (running, one, _other):
         await running.gateway.rollouts.controller.start("tiny", "b")
         rollout = await judged(running)
         assert rollout.status == "promoted", rollout
@@ -199,7 +199,7 @@ async def test_a_healthy_candidate_is_promoted_and_then_answers_everything():
 
 @pytest.mark.parametrize(("candidate", "reason"), [(says(1, 2, 9, 9, 9), "tokens that differ"), (fail, "error rate")])
 async def test_a_broken_candidate_is_rolled_back_and_no_caller_ever_sees_it(candidate, reason):
-    async with two_versions(candidate=candidate) as (running, one, other):
+    async with two_versions(candidate=candidate) as (running, _, other):
         await running.gateway.rollouts.controller.start("tiny", "b")
         rollout = await judged(running)
         assert rollout.status == "rolled_back"
@@ -213,7 +213,7 @@ async def test_a_broken_candidate_is_rolled_back_and_no_caller_ever_sees_it(cand
 
 async def test_errors_of_the_canary_are_held_against_it_though_no_caller_sees_them():
     section = msgspec.structs.replace(SECTION, steps=(50.0, 100.0))
-    async with two_versions(candidate=fail, section=section) as (running, _, other):
+    async with two_versions(candidate=fail, section=section) as (running, _, _other):
         await running.gateway.rollouts.controller.start("tiny", "b")
         controller, split = running.gateway.rollouts.controller, running.gateway.rollouts.split
         evidence = running.gateway.rollouts.trials.evidence_of(split.rollout_of("tiny"))
