@@ -5,8 +5,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -91,14 +92,14 @@ class Fleet:
         return client.post("/v1/completions", json={**body, "stream": True, **fields})
 
 
-@pytest.fixture
-def simulated(tmp_path):
-    """A stable version, one as fast and one half as fast."""
-    model = write_simulated_model(tmp_path)
+@contextmanager
+def simulated(folder: Path, candidate_pace: int) -> Iterator[Fleet]:
+    """Two versions on simulated devices."""
+    model = write_simulated_model(folder)
     with ExitStack() as stack:
-        paces = {"stable": PACE, "good": PACE, "slow": 2 * PACE}
+        paces = {"stable": PACE, "b": candidate_pace}
         replicas = {name: stack.enter_context(start_replica(model, pace=str(pace))) for name, pace in paces.items()}
-        yield Fleet(stack, tmp_path, "tiny", 1.5, replicas)
+        yield Fleet(stack, folder, "tiny", 1.5, replicas)
 
 
 def write_weights(folder: Path) -> Path:
@@ -143,13 +144,19 @@ def test_corrupted_weights_are_rolled_back_before_a_caller_sees_them(real):
     assert not any("version=" in route for route in routes)
 
 
-def test_doubled_latency_is_rolled_back_and_a_good_version_promoted(simulated):
-    slow = simulated.roll_out("slow")
-    assert (slow["status"], [step["step"] for step in slow["history"]]) == ("rolled_back", ["shadow"])
-    assert measures(slow) == {"time per token p50"}
-    good = simulated.roll_out("good")
-    assert (good["status"], [step["step"] for step in good["history"]]) == ("promoted", ["shadow", 50])
-    with httpx.Client(base_url=simulated.gateway.url, timeout=60) as client:
-        assert "version=good" in simulated.ask(client, [9]).headers["x-penstock-route"]
-    assert "**promoted**" in simulated.command("status")
-    assert json.loads(simulated.command("status", "--json"))["rollouts"][0]["rollout"] == good
+def test_doubled_latency_is_rolled_back(tmp_path):
+    with simulated(tmp_path, 2 * PACE) as fleet:
+        rollout = fleet.roll_out("b")
+        assert (rollout["status"], [step["step"] for step in rollout["history"]]) == ("rolled_back", ["shadow"])
+        assert measures(rollout) == {"time per token p50"}
+        assert "**rolled back**: time per token p50" in fleet.command("status")
+
+
+@pytest.mark.slow
+def test_a_good_version_is_promoted(tmp_path):
+    with simulated(tmp_path, PACE) as fleet:
+        rollout = fleet.roll_out("b")
+        assert (rollout["status"], [step["step"] for step in rollout["history"]]) == ("promoted", ["shadow", 50])
+        with httpx.Client(base_url=fleet.gateway.url, timeout=60) as client:
+            assert "version=b" in fleet.ask(client, [9]).headers["x-penstock-route"]
+        assert json.loads(fleet.command("status", "--json"))["rollouts"][0]["rollout"] == rollout

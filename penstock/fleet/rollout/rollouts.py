@@ -27,4 +27,6 @@ class Rollouts:
         self.controller = RolloutController(book, split, self.trials)
 
     async def stop(self) -> None:
+        """End the copies under way, and leave what was seen to the other gateways."""
         await self.shadows.stop()
+        await self.controller.look()

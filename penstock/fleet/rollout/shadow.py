@@ -6,6 +6,7 @@ are told to whoever compares, and not held against the replica. Knows nothing of
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,12 +19,15 @@ from penstock.fleet.rollout.course import Rollout
 from penstock.fleet.rollout.trial import Trial
 from penstock.fleet.router.upstream import UPSTREAM_ERRORS, own_headers, target
 from penstock.protocol.frames import FRAMES_HEADER, BrokenFrames, FrameReader
+from penstock.telemetry import log_event
 from penstock.tenants import SHADOW_HEADER
 
 _MAX_BYTES = 32 * 1024 * 1024  # of the copies under way, together
 _LEAST_SECONDS = 30.0
 _MOST_RATIO = 10.0  # of the caller's own answer's time, before a copy is given up
 _REFUSED_US = (401, 403)
+
+log = logging.getLogger("penstock.rollout")
 
 OnAnswer = Callable[[Trial], None]
 
@@ -57,12 +61,17 @@ class Shadows:
         self._pool = pool
         self._count = count  # is told what became of each: answered, failed, refused or dropped
         self._num_bytes = 0
+        self._closed: set[str] = set()  # URLs of replicas that did not take the gateway's key
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self._tasks)
 
     def send(self, copy: ShadowCopy, rollout: Rollout, on_answer: OnAnswer) -> None:
         """Have the candidate answer a copy, unless that would be one too many. Returns at once."""
         replica = self._choose(rollout)
-        is_room = len(self._tasks) < rollout.max_shadows and self._num_bytes + len(copy.body) <= _MAX_BYTES
+        is_room = self.num_under_way < rollout.max_shadows and self._num_bytes + len(copy.body) <= _MAX_BYTES
         if replica is None or not is_room:
             self._count("dropped")
             return
@@ -100,6 +109,10 @@ class Shadows:
         if status == 429 or status in _REFUSED_US:
             # It is full, or takes no copies from this gateway: nothing is learnt of its answers.
             self._count("refused")
+            if status in _REFUSED_US and replica.url not in self._closed:
+                self._closed.add(replica.url)
+                message = "a replica takes no copies: its key_file must hold a key with admin = true"
+                log_event(log, message, level=logging.WARNING, replica=replica.name)
             return
         self._count("failed" if trial.has_failed else "answered")
         on_answer(trial)

@@ -11,6 +11,9 @@ from penstock.fleet.rollout.split import VersionSplit, is_within
 from penstock.fleet.rollout.trial import Trial, compare_outputs
 from penstock.fleet.router.query import RouteQuery
 
+# Requests that may be answered twice: nothing but their answer comes of them.
+_COMPARED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+
 
 class Trials:
     def __init__(self, split: VersionSplit, shadows: Shadows) -> None:
@@ -30,7 +33,7 @@ class Trials:
     def end(self, query: RouteQuery, trial: Trial, copy: ShadowCopy) -> None:
         """Take a request's answer in, and perhaps have the candidate answer it too."""
         rollout = self._split.rollout_of(query.model)
-        if rollout is None or not rollout.is_running or not trial.is_measured:
+        if rollout is None or not rollout.is_running or not trial.is_measured or copy.path not in _COMPARED_PATHS:
             return
         if not rollout.is_shadowing:
             evidence = self.evidence_of(rollout)

@@ -79,12 +79,26 @@ async def ask_many(running, count, **fields):
     return [answer.status for answer in answers]
 
 
+async def settled(running):
+    """Wait until every copy has been answered."""
+    await asyncio.sleep(0.01)  # the last answers' own ends come behind their last bytes
+    await until(lambda: running.gateway.rollouts.shadows.num_under_way == 0)
+
+
+async def until(condition):
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("the condition never came true")
+
+
 async def judged(running, rounds=40, count=32, **fields):
     """Send requests until a decision is made; return the rollout."""
     controller, split = running.gateway.rollouts.controller, running.gateway.rollouts.split
     for _ in range(rounds):
         assert set(await ask_many(running, count, stream=True, **fields)) == {200}
-        await asyncio.sleep(0.02)
+        await settled(running)
         await controller.look()
         rollout = split.rollout_of("tiny")
         if not rollout.is_running:
@@ -121,7 +135,7 @@ async def test_what_the_canary_cannot_answer_the_stable_version_does(failure):
     async with two_versions(candidate=failure, section=RolloutSection(split={"b": 100.0})) as (running, _, other):
         if failure is None:
             other.ready = 503
-            await asyncio.sleep(0.3)
+            await until(lambda: not running.gateway.pool.find(other.url).is_usable)
         assert set(await ask_many(running, 8)) == {200}
 
 
@@ -146,7 +160,7 @@ async def test_copies_reach_the_candidate_marked_and_without_the_callers_key():
         await running.gateway.rollouts.controller.start("tiny", "b")
         caller = {"authorization": "Bearer sk-alice", "cookie": "secret"}
         assert (await running.ask(headers=caller, stream=True)).status == 200
-        await asyncio.sleep(0.1)
+        await settled(running)
         assert other.received == one.received
         (headers,) = other.headers
         assert headers[SHADOW_HEADER] == "1"
@@ -159,8 +173,7 @@ async def test_a_candidate_that_fails_or_hangs_is_nothing_to_the_caller(candidat
     async with two_versions(candidate=candidate) as (running, _, other):
         await running.gateway.rollouts.controller.start("tiny", "b")
         assert await ask_many(running, 12, stream=True) == [200] * 12
-        await asyncio.sleep(0.1)
-        assert len(other.received) == 12
+        await until(lambda: len(other.received) == 12)
         replica = running.gateway.pool.find(other.url)
         assert (replica.num_in_flight, replica.breaker.num_ejections) == (0, 0)
 
@@ -170,10 +183,46 @@ async def test_copies_are_bounded():
     async with two_versions(candidate=hang, section=section) as (running, _, other):
         await running.gateway.rollouts.controller.start("tiny", "b")
         await ask_many(running, 10)
-        await asyncio.sleep(0.05)
-        assert len(other.received) == 3
+        await until(lambda: len(other.received) == 3)
         text = await (await running.client.get(f"{running.url}/metrics")).text()
         assert re.search(r'shadow_requests_total\{outcome="dropped"\} 7', text)
+        assert len(other.received) == 3
+
+
+async def test_what_may_have_effects_is_not_copied():
+    async with two_versions() as (running, one, other):
+        await running.gateway.rollouts.controller.start("tiny", "b")
+        body = {"model": "tiny", "input_file_id": "file-1"}
+        assert (await running.client.post(f"{running.url}/v1/batches", json=body)).status == 200
+        await settled(running)
+        assert (len(one.received), len(other.received)) == (1, 0)
+
+
+async def test_a_candidate_that_does_not_take_the_gateways_key_is_named_once_and_not_blamed(caplog):
+    async def refuse(replica, request, body):
+        return web.json_response({"error": {"message": "no", "code": "invalid_api_key"}}, status=401)
+
+    async with two_versions(candidate=refuse) as (running, _, other):
+        rollouts = running.gateway.rollouts
+        await rollouts.controller.start("tiny", "b")
+        await ask_many(running, 4)
+        await settled(running)
+        assert len(other.received) == 4
+        assert rollouts.trials.evidence_of(rollouts.split.rollout_of("tiny")).candidate.requests == 0
+        assert [record.message for record in caplog.records if "key_file" in record.message] == [
+            "a replica takes no copies: its key_file must hold a key with admin = true"
+        ]
+
+
+async def test_what_was_seen_is_left_to_the_other_gateways(tmp_path):
+    database = Database.open(str(tmp_path / "penstock.db"))
+    book = RolloutStore(database)
+    async with two_versions(book=book) as (running, _, _other):
+        await running.gateway.rollouts.controller.start("tiny", "b")
+        await ask_many(running, 5)
+        await settled(running)
+    assert [msgspec.json.decode(text)["candidate"]["requests"] for text in book.evidence("tiny", 0)] == [5]
+    database.close()
 
 
 async def test_only_the_stated_share_is_copied():
@@ -181,7 +230,7 @@ async def test_only_the_stated_share_is_copied():
     async with two_versions(section=section) as (running, _, other):
         await running.gateway.rollouts.controller.start("tiny", "b")
         await ask_many(running, 80)
-        await asyncio.sleep(0.1)
+        await settled(running)
         assert 8 <= len(other.received) <= 32
 
 
@@ -205,7 +254,7 @@ async def test_a_broken_candidate_is_rolled_back_and_no_caller_ever_sees_it(cand
         assert rollout.status == "rolled_back"
         assert reason in rollout.reason
         assert all(SHADOW_HEADER in headers for headers in other.headers)
-        await asyncio.sleep(0.05)
+        await settled(running)
         other.received.clear()
         await ask_many(running, 10)
         assert other.received == []
@@ -215,10 +264,10 @@ async def test_errors_of_the_canary_are_held_against_it_though_no_caller_sees_th
     section = msgspec.structs.replace(SECTION, steps=(50.0, 100.0))
     async with two_versions(candidate=fail, section=section) as (running, _, _other):
         await running.gateway.rollouts.controller.start("tiny", "b")
-        controller, split = running.gateway.rollouts.controller, running.gateway.rollouts.split
-        evidence = running.gateway.rollouts.trials.evidence_of(split.rollout_of("tiny"))
+        rollouts = running.gateway.rollouts
+        evidence = rollouts.trials.evidence_of(rollouts.split.rollout_of("tiny"))
         assert set(await ask_many(running, 40)) == {200}
-        await controller.look()
+        await settled(running)
         assert evidence.candidate.errors == evidence.candidate.requests > 0
         assert evidence.stable.errors == 0
 
@@ -228,7 +277,7 @@ async def test_whole_answers_are_compared_only_where_they_are_greedy(temperature
     async with two_versions() as (running, _, _other):
         await running.gateway.rollouts.controller.start("tiny", "b")
         await ask_many(running, 8, temperature=temperature)
-        await asyncio.sleep(0.1)
+        await settled(running)
         rollouts = running.gateway.rollouts
         evidence = rollouts.trials.evidence_of(rollouts.split.rollout_of("tiny"))
         assert evidence.candidate.requests == 8
@@ -256,11 +305,12 @@ async def test_two_gateways_on_a_store_add_up_what_they_saw_and_agree(tmp_path):
         await one.controller.start("tiny", "b")
         await two.controller.look()
         assert two.split.rollout_of("tiny").is_shadowing
-        for running in (first, second):
-            await ask_many(running, 12, stream=True)
-        await asyncio.sleep(0.1)
+        await ask_many(first, 12, stream=True)
+        await settled(first)
         await one.controller.look()
         assert one.split.rollout_of("tiny").is_running  # 12 pairs are fewer than the first look needs
+        await ask_many(second, 12, stream=True)
+        await settled(second)
         await two.controller.look()  # and 24 are enough
         await one.controller.look()
         assert one.split.rollout_of("tiny") == two.split.rollout_of("tiny")
