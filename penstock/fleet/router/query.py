@@ -100,7 +100,8 @@ class RouteQuery:
     def _beginning(self) -> str:
         messages = self._head.messages
         if not messages:
-            return self.prompt_text[:_PIECE_CHARACTERS]
+            tokens = self.prompt_token_ids
+            return self.prompt_text[:_PIECE_CHARACTERS] if tokens is None else str(tokens[:_PIECE_TOKENS])
         # System messages are often everybody's; the first turn of a user is a conversation's own.
         first = next((item for item in messages if _field(item, "role") == "user"), messages[0])
         return _text(first)

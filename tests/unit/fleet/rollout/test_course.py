@@ -78,6 +78,16 @@ def test_a_step_lasts_as_long_as_it_must_even_when_all_is_clear():
     assert go_on(early, evidence, 60.0).step == 5.0
 
 
+def test_with_the_limits_that_stand_by_default_a_step_without_errors_needs_512_requests_to_the_candidate():
+    evidence, rollout, draw = Evidence(), begun(), random.Random(0)
+    needed = []
+    while not rollout.has_passed:
+        add_pairs(evidence, draw, rollout.next_look - evidence.candidate.requests)
+        needed.append(evidence.candidate.requests)
+        rollout = go_on(rollout, evidence, 1.0)
+    assert needed == [16, 32, 64, 128, 256, 512]
+
+
 def test_bad_news_do_not_wait():
     evidence = Evidence()
     add_pairs(evidence, random.Random(0), 30, slowness=3.0)

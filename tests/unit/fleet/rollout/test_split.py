@@ -86,3 +86,12 @@ def test_shares_of_the_file_hold_while_nothing_is_rolled_out():
     split = VersionSplit({"tiny": RolloutSection(stable="a", split={"b": 30.0, "c": 20.0})})
     versions = [first(split, f"session {number}") for number in range(4000)]
     assert [round(versions.count(name) / 4000, 1) for name in ("a", "b", "c")] == [0.5, 0.3, 0.2]
+
+
+def test_prompts_of_token_ids_are_sessions_of_their_own():
+    split = at_percent(50.0)
+    queries = [
+        RouteQuery(read_head(b'{"model": "tiny", "prompt": [5, %d]}' % number), model="tiny", tenant="a")
+        for number in range(40)
+    ]
+    assert {split.versions_for(item)[0] for item in queries} == {"b", "stable"}
