@@ -31,6 +31,7 @@ class RolloutController:
         self._split = split
         self._trials = trials
         self._gateway = uuid.uuid4().hex
+        self._looking = asyncio.Lock()  # what is followed must never be older than what was
         self._is_failing = False
 
     async def run(self) -> None:
@@ -41,6 +42,10 @@ class RolloutController:
 
     async def look(self) -> None:
         """Share, judge and follow once. A store that fails leaves everything as it was."""
+        async with self._looking:
+            await self._look()
+
+    async def _look(self) -> None:
         seen = {
             rollout.model: (rollout.epoch, msgspec.json.encode(self._trials.evidence_of(rollout)).decode())
             for rollout in self._split.rollouts
@@ -143,7 +148,10 @@ def _merge(evidence: list[str]) -> Evidence:
 
 
 def _read(document: str | None) -> Rollout | None:
-    return msgspec.json.decode(document, type=Rollout) if document else None
+    try:
+        return msgspec.json.decode(document, type=Rollout) if document else None
+    except msgspec.DecodeError as error:
+        raise StoreUnavailable("the store holds a rollout that this version of Penstock cannot read") from error
 
 
 def _write(rollout: Rollout) -> str:

@@ -90,7 +90,9 @@ def start(model: str, candidate: str, section: RolloutSection, before: Rollout |
         max_shadows=section.max_shadows, gate=section.gate, began_at=now, step_began_at=now,
         next_look=section.gate.first_look, epoch=0 if before is None else before.epoch + 1,
     )  # fmt: skip
-    return msgspec.structs.replace(begun, status=Status.PROMOTED) if begun.candidate_percent >= WHOLE else begun
+    if begun.candidate_percent < WHOLE:
+        return begun
+    return msgspec.structs.replace(begun, status=Status.PROMOTED, reason="its only step was 100 %")
 
 
 def abort(rollout: Rollout, now: float) -> Rollout:

@@ -45,6 +45,7 @@ class Trial:
     """One version's answer to one request."""
 
     version: str
+    keeps_text: bool = True  # for a comparison, where the stream tells no tokens
     began_at: float = field(default_factory=time.monotonic)
     first_at: float | None = None  # the first byte of a stream's answer
     ended_at: float | None = None
@@ -63,7 +64,7 @@ class Trial:
         if self.first_at is None:
             self.first_at = time.monotonic()
         self.num_events += data.count(b"data: {")
-        if len(self.data) < _MAX_BYTES:
+        if self.keeps_text and len(self.data) < _MAX_BYTES:
             self.data += data
 
     def end(self, token_ids: list[int] | None = None, first_at: float | None = None) -> None:

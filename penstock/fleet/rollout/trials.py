@@ -28,7 +28,7 @@ class Trials:
             return None
         if not self._split.is_drawn(query) or self._split.versions_for(query)[0] != replica.version:
             return None
-        return Trial(replica.version)
+        return Trial(replica.version, keeps_text=_is_copied(query, rollout))
 
     def end(self, query: RouteQuery, trial: Trial, copy: ShadowCopy) -> None:
         """Take a request's answer in, and perhaps have the candidate answer it too."""
@@ -38,7 +38,7 @@ class Trials:
         if not rollout.is_shadowing:
             evidence = self.evidence_of(rollout)
             _note(evidence.candidate if trial.version == rollout.candidate else evidence.stable, trial)
-        elif not trial.has_failed and is_within(query, rollout.candidate, rollout.shadow_percent):
+        elif not trial.has_failed and _is_copied(query, rollout):
             self._shadows.send(copy, rollout, lambda shadow: self._note_pair(rollout, trial, shadow, copy))
 
     def evidence_of(self, rollout: Rollout) -> Evidence:
@@ -70,6 +70,10 @@ class Trials:
             evidence.compared_answers += 1
             evidence.compared_tokens += num_tokens
             evidence.divergences += int(differs)
+
+
+def _is_copied(query: RouteQuery, rollout: Rollout) -> bool:
+    return rollout.is_shadowing and is_within(query, rollout.candidate, rollout.shadow_percent)
 
 
 def _note(arm: Arm, trial: Trial) -> None:

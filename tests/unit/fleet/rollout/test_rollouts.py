@@ -342,6 +342,15 @@ async def test_a_store_that_fails_leaves_rollouts_as_they_were(tmp_path):
     database.close()
 
 
+async def test_a_rollout_of_another_penstock_is_left_alone():
+    book = RolloutMemory()
+    async with two_versions(book=book) as (running, _, _other):
+        book.change("tiny", 0, lambda document, evidence, now: '{"model": "tiny", "gate": {"new": 1}}')
+        await running.gateway.rollouts.controller.look()
+        assert running.gateway.rollouts.split.rollouts == []
+        assert (await running.ask()).status == 200
+
+
 @pytest.fixture
 async def admin():
     key = ApiKey("root", hashlib.sha256(b"root").hexdigest(), KeyTerms(admin=True))

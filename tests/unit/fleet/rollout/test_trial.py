@@ -87,3 +87,10 @@ def test_an_endless_answer_is_not_kept_whole():
         trial.feed(b"data: {" + b"x" * 100_000)
     assert len(trial.data) < 500_000
     assert trial.num_events == 100
+
+
+def test_what_is_not_to_be_compared_is_not_kept():
+    trial = Trial("a", keeps_text=False)
+    for _ in range(5):
+        trial.feed(b'data: {"choices": []}\n\n')
+    assert (len(trial.data), trial.num_events) == (0, 5)
