@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 import penstock
-from penstock.commands import bench, keys
+from penstock.commands import bench, keys, rollout
 from penstock.commands.flags import options_of, takes_options
 from penstock.config import Sourced
 from penstock.errors import PenstockError
@@ -32,6 +32,7 @@ app = typer.Typer(
 
 app.add_typer(bench.app, name="bench")
 app.add_typer(keys.app, name="keys")
+app.add_typer(rollout.app, name="rollout")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens to answer with (default: 128, or what fits)")]

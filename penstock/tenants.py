@@ -14,6 +14,9 @@ from penstock.request import MAX_PRIORITY, NO_TARGETS, Targets
 
 # Whom requests count for where no keys are used.
 OPEN_TENANT = "open"
+# Whom a gateway's copies of requests count for, which it marks with this header: no key can have this name.
+SHADOW_TENANT = "(shadow)"
+SHADOW_HEADER = "x-penstock-shadow"
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 

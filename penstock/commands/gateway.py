@@ -26,6 +26,7 @@ from penstock.store.database import Database
 from penstock.store.key_ring import KeyRing
 from penstock.store.key_watch import KeyFile, KeySource, KeyWatcher
 from penstock.store.keys import KeyStore
+from penstock.store.rollouts import RolloutStore
 
 DEFAULT_PORT = 8080  # a server on the same machine has 8000
 
@@ -62,10 +63,11 @@ async def _serve(config: ServerConfig, fleet: FleetConfig, listener: socket.sock
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    database = Database.open(config.store) if config.store is not None and config.keys_file is None else None
+    database = Database.open(config.store) if config.store is not None else None
     ring = KeyRing(config.keys, needs_keys=config.needs_keys)
     watching = asyncio.create_task(_follow_keys(ring, config, database))
-    gateway = Gateway(fleet, ring, max_body_bytes=config.max_body_bytes)
+    book = RolloutStore(database) if database is not None else None
+    gateway = Gateway(fleet, ring, max_body_bytes=config.max_body_bytes, rollout_book=book)
     try:
         await gateway.start(listener, admin, drain_seconds=config.drain_seconds)
         _announce(gateway, listener, admin)

@@ -5,6 +5,8 @@ As `fleet.fleet_file` reads it; frozen. Knows nothing of how any of it is done.
 
 import msgspec
 
+from penstock.fleet.rollout.plan import DEFAULT_VERSION, RolloutSection
+
 
 class ReplicaEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One server behind the gateway."""
@@ -13,6 +15,7 @@ class ReplicaEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kind: str = "penstock"
     key_file: str | None = None  # holds the key with which the gateway asks for its models and metrics
     max_in_flight: int | None = None  # most requests at once; None: until it says that it is full
+    version: str = DEFAULT_VERSION  # of what it serves, for rollouts
 
 
 class DnsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,6 +24,7 @@ class DnsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     name: str
     port: int
     kind: str = "penstock"
+    version: str = DEFAULT_VERSION
     refresh_seconds: float = 5.0
 
 
@@ -31,6 +35,7 @@ class KubernetesSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     port: int | str  # a number, or the port's name in the service
     namespace: str | None = None  # None: the gateway's own
     kind: str = "penstock"
+    version: str = DEFAULT_VERSION
     refresh_seconds: float = 2.0
 
 
@@ -71,6 +76,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     replicas: tuple[ReplicaEntry, ...] = ()
     aliases: dict[str, str] = {}  # what callers say: what replicas call it
     models: dict[str, ModelSection] = {}
+    rollouts: dict[str, RolloutSection] = {}  # by model: how its versions share its requests
     discovery: DiscoverySection = DiscoverySection()
     health: HealthSection = HealthSection()
     queue: QueueSection = QueueSection()

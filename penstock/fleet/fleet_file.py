@@ -13,6 +13,7 @@ import msgspec
 from penstock.errors import ConfigError
 from penstock.fleet.adapters.registry import ADAPTERS
 from penstock.fleet.config import FleetConfig, ReplicaEntry
+from penstock.fleet.rollout.plan import VERSION_NAME, check_rollout
 from penstock.fleet.router.policies.registry import POLICIES
 
 _OPTION = "--fleet"
@@ -29,8 +30,12 @@ def read_fleet(file: Path | None, urls: Sequence[str] = (), policy: str | None =
         if name not in POLICIES:
             raise ConfigError("--policy", name, f"give one of: {', '.join(POLICIES.names)}")
     sections = config.discovery
-    for kind in (*(item.kind for item in sections.dns), *(item.kind for item in sections.kubernetes)):
+    found = [(item.kind, item.version) for item in sections.dns]
+    for kind, version in found + [(item.kind, item.version) for item in sections.kubernetes]:
         _check_kind(kind, _OPTION)
+        _check_version(version, _OPTION)
+    for model, rollout in config.rollouts.items():
+        check_rollout(model, rollout, _OPTION)
     return config
 
 
@@ -44,6 +49,7 @@ def check_entry(entry: ReplicaEntry, option: str) -> None:
         is_usable = False
     if not is_usable or parts.query or parts.fragment or parts.username:
         raise ConfigError(option, entry.url[:200], "give a replica's URL such as http://127.0.0.1:8000")
+    _check_version(entry.version, option)
     if entry.max_in_flight is not None and entry.max_in_flight < 1:
         raise ConfigError(option, entry.max_in_flight, "max_in_flight must be at least 1, or be left out")
 
@@ -51,6 +57,11 @@ def check_entry(entry: ReplicaEntry, option: str) -> None:
 def _check_kind(kind: str, option: str) -> None:
     if kind not in ADAPTERS:
         raise ConfigError(option, kind[:200], f"kind must be one of: {', '.join(ADAPTERS.names)}")
+
+
+def _check_version(version: str, option: str) -> None:
+    if not VERSION_NAME.fullmatch(version):
+        raise ConfigError(option, version[:200], "version must be 1 to 64 letters, digits, '.', '_' or '-'")
 
 
 def _read_file(file: Path) -> FleetConfig:

@@ -17,6 +17,9 @@ from penstock.fleet.discovery.interface import Discovery, follow
 from penstock.fleet.discovery.kubernetes import KubernetesDiscovery
 from penstock.fleet.discovery.registration import Registration
 from penstock.fleet.replica import ReplicaPool
+from penstock.fleet.rollout.book import RolloutBook, RolloutMemory
+from penstock.fleet.rollout.rollouts import Rollouts
+from penstock.fleet.rollout.split import VersionSplit
 from penstock.fleet.router.app import GatewayContext, create_admin_app, create_app
 from penstock.fleet.router.decisions import DecisionLog
 from penstock.fleet.router.dispatch import Dispatcher
@@ -37,13 +40,21 @@ class Gateway:
     """Make it in an event loop, `start` it, and `stop` it there."""
 
     def __init__(
-        self, config: FleetConfig, ring: KeyRing | None = None, *, max_body_bytes: int = 8 * 1024 * 1024
+        self,
+        config: FleetConfig,
+        ring: KeyRing | None = None,
+        *,
+        max_body_bytes: int = 8 * 1024 * 1024,
+        rollout_book: RolloutBook | None = None,
     ) -> None:
         self._config = config
         self.pool = ReplicaPool(config.health)
         self._session = new_session(config.health)
-        dispatcher = Dispatcher(config, self.pool)
-        metrics = GatewayMetrics(self.pool, dispatcher)
+        split = VersionSplit(config.rollouts)
+        dispatcher = Dispatcher(config, self.pool, split)
+        metrics = GatewayMetrics(self.pool, dispatcher, split)
+        book = rollout_book if rollout_book is not None else RolloutMemory()
+        self.rollouts = Rollouts(split, self.pool, self._session, book, metrics.count_shadow)
         self.registration = Registration(self.pool, config.discovery.lease_seconds)
         self.monitor = HealthMonitor(self.pool, self._session, dispatcher.call_waiting)
         self.context = GatewayContext(
@@ -51,10 +62,11 @@ class Gateway:
             pool=self.pool,
             ring=ring if ring is not None else KeyRing(()),
             dispatcher=dispatcher,
-            proxy=Proxy(self._session, dispatcher, metrics),
+            proxy=Proxy(self._session, dispatcher, metrics, self.rollouts.trials),
             metrics=metrics,
             decisions=DecisionLog(),
             registration=self.registration,
+            rollouts=self.rollouts,
             max_body_bytes=max_body_bytes,
         )
         self._runners: list[web.AppRunner] = []
@@ -71,6 +83,8 @@ class Gateway:
             self._run(follow(discovery, self.pool))
         await self.monitor.probe_all()
         self._run(self.monitor.run())
+        await self.rollouts.controller.look()  # before the first request: what was rolled back gets none
+        self._run(self.rollouts.controller.run())
         await self._listen(create_app(self.context), listener, drain_seconds)
         if admin is not None:
             app = create_admin_app(self.context, needs_key=admin.family != socket.AF_UNIX)
@@ -85,6 +99,7 @@ class Gateway:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.rollouts.stop()
         await self._session.close()
 
     def _discoveries(self) -> list[Discovery]:

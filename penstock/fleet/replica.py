@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from urllib.parse import urlsplit
 
+import msgspec
+
 from penstock.fleet.adapters.interface import Load, ReplicaAdapter, ServedModel
 from penstock.fleet.adapters.registry import ADAPTERS
 from penstock.fleet.breaker import Breaker, Standing
@@ -33,6 +35,10 @@ class Replica:
         self.is_leaving = False  # gets no new requests; those it has go on
         self._clock = clock
         self._full_until = 0.0
+
+    @property
+    def version(self) -> str:
+        return self.entry.version
 
     @property
     def is_usable(self) -> bool:
@@ -102,6 +108,8 @@ class ReplicaPool:
         if replica is None:
             replica = self._replicas[url] = Replica(entry, self.health, self.clock)
             self.added.set()
+        elif replica.version != entry.version:
+            replica.entry = msgspec.structs.replace(replica.entry, version=entry.version)
         replica.is_leaving = False
         self._sources.setdefault(url, set()).add(source)
         return replica

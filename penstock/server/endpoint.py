@@ -18,7 +18,7 @@ from penstock.errors import NotPermitted
 from penstock.protocol.wire import WireModel
 from penstock.store.key_ring import KeyRing
 from penstock.telemetry import RequestRecord
-from penstock.tenants import Caller
+from penstock.tenants import SHADOW_HEADER, SHADOW_TENANT, Caller, KeyTerms
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -61,11 +61,20 @@ class GuardedHandler:
         record.route = self.endpoint.path
         if self.endpoint.access is not Access.PUBLIC:
             caller = self._keys.identify(request.headers.get("authorization"))
+            if SHADOW_HEADER in request.headers:
+                caller = _as_shadow(caller)
             record.tenant = caller.tenant
             if self.endpoint.access is Access.ADMIN and not caller.terms.admin:
                 raise NotPermitted("this route needs an API key with admin = true")
             request.scope[_CALLER] = caller
         return await self.endpoint.handler(request)
+
+
+def _as_shadow(caller: Caller) -> Caller:
+    """Return whom a gateway's copy of a request counts for. Raises NotPermitted, or anybody could go unbilled."""
+    if not caller.terms.admin:
+        raise NotPermitted(f"the header {SHADOW_HEADER} needs an API key with admin = true")
+    return Caller(SHADOW_TENANT, KeyTerms(admin=True))
 
 
 def check_access(routes: Iterable[BaseRoute]) -> None:

@@ -19,8 +19,8 @@ from sqlalchemy import (
     Text,
 )
 
-# 2: files and batches. So far versions only added tables, and an older store is given those it lacks.
-SCHEMA_VERSION = 2
+# 2: files and batches. 3: rollouts. So far versions only added tables, and an older store is given those it lacks.
+SCHEMA_VERSION = 3
 
 _NAME = 64
 _ID = 64
@@ -154,4 +154,21 @@ batch_rows = Table(
     Column("body", Text, nullable=False),
     Column("result", Text),  # the line of the output or error file
     Index("penstock_batch_rows_by_state", "batch_id", "state", "line"),
+)
+
+# How each model's versions are rolled out, and what each gateway has seen of them; see `rollouts`.
+rollouts = Table(
+    "penstock_rollouts",
+    metadata,
+    Column("model", String(255), primary_key=True),
+    Column("document", Text, nullable=False),  # JSON; empty: none yet
+)
+
+rollout_evidence = Table(
+    "penstock_rollout_evidence",
+    metadata,
+    Column("model", String(255), primary_key=True),
+    Column("gateway", String(36), primary_key=True),
+    Column("epoch", BigInteger, nullable=False),  # of the rollout, in which it was seen
+    Column("document", Text, nullable=False),  # JSON
 )

@@ -10,6 +10,7 @@ STAMPS = {
     "commands.usage": "today, as the first day to show",
     "store.key_ring": "when keys expire, which is a date",
     "server.quota": "the day that usage is booked to",
+    "fleet.rollout.book": "when a rollout's step began, which is a date",
     "fleet.router.app": "when a decision was made, for /admin/decisions",
     "store.database": "moments that several servers share: they have no other clock in common",
     "server.worker": "when the server started, for /v1/models",

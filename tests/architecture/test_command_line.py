@@ -12,7 +12,11 @@ COMMANDS = ["serve", "pull", "models", "chat", "generate", "explain", "doctor", 
 # Commands for those who develop or operate; like the groups, their flags are their own.
 TOOLS = ["gateway", "simulate", "plan-memory", "usage"]
 # Groups of commands for those who develop or operate; their flags are their own.
-GROUPS = {"bench": ["serve", "offline", "profile", "compare"], "keys": ["create", "list", "revoke", "rotate"]}
+GROUPS = {
+    "bench": ["serve", "offline", "profile", "compare"],
+    "keys": ["create", "list", "revoke", "rotate"],
+    "rollout": ["start", "status", "abort"],
+}
 
 OPTIONS = [
     "model",
@@ -143,6 +147,7 @@ KEYS_FLAGS = {
     "revoke": [],
     "rotate": ["--overlap", "--json"],
 }
+ROLLOUT_FLAGS = {"start": ["--fleet"], "status": ["--json", "--out"], "abort": []}
 MAX_OPTIONS = 40
 
 
@@ -192,3 +197,9 @@ def test_the_benchmarks_own_flags_are_frozen(command: str) -> None:
 @pytest.mark.parametrize("command", KEYS_FLAGS)
 def test_the_key_commands_own_flags_are_frozen(command: str) -> None:
     assert [item for item in flags_of("keys", command) if item not in ("--store", "--config")] == KEYS_FLAGS[command]
+
+
+@pytest.mark.parametrize("command", ROLLOUT_FLAGS)
+def test_the_rollout_commands_own_flags_are_frozen(command: str) -> None:
+    own = [item for item in flags_of("rollout", command) if item not in ("--store", "--config")]
+    assert own == ROLLOUT_FLAGS[command]

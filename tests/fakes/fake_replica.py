@@ -21,6 +21,7 @@ class FakeReplica:
     models: tuple[str, ...] = ("tiny",)
     answer: Answer = say_hello
     ready: int = 200
+    version: str = "stable"  # that it is known under
     metrics: str = ""
     received: list[dict] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)

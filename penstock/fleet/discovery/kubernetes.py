@@ -70,7 +70,8 @@ class KubernetesDiscovery(Discovery):
             if (endpoint.get("conditions") or {}).get("ready") is not False
             for address in endpoint.get("addresses") or ()
         ]
-        return [ReplicaEntry(url=f"http://{host}:{port}", kind=self._section.kind) for host in hosts]
+        section = self._section
+        return [ReplicaEntry(url=f"http://{host}:{port}", kind=section.kind, version=section.version) for host in hosts]
 
     def _port(self, ports: Any) -> int | None:
         wanted = self._section.port

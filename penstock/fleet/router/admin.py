@@ -22,6 +22,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str
     kind: str
+    version: str
     models: list[str]
     standing: str
     reason: str
@@ -89,6 +90,7 @@ def _report(replica: Replica) -> ReplicaReport:
     return ReplicaReport(
         url=replica.url,
         kind=replica.adapter.kind,
+        version=replica.version,
         models=[model.name for model in replica.models],
         standing=replica.breaker.standing.value,
         reason=replica.breaker.reason,

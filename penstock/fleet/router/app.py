@@ -29,6 +29,8 @@ from penstock.errors import (
 from penstock.fleet.config import FleetConfig
 from penstock.fleet.discovery.registration import Registration
 from penstock.fleet.replica import ReplicaPool
+from penstock.fleet.rollout.rollouts import Rollouts
+from penstock.fleet.rollout.routes import rollout_routes
 from penstock.fleet.router.admin import admin_routes
 from penstock.fleet.router.decisions import Decision, DecisionLog
 from penstock.fleet.router.dispatch import Dispatcher
@@ -50,6 +52,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _QUIET_ROUTES = frozenset({"/live", "/ready", "/metrics"})
 _GONE_STATUS = 499  # for logs and metrics only
 _SESSION_HEADER = "x-session-id"
+_VERSION_HEADER = "x-penstock-version"
 
 _logger = logging.getLogger(__name__)
 
@@ -66,6 +69,7 @@ class GatewayContext:
     metrics: GatewayMetrics
     decisions: DecisionLog
     registration: Registration
+    rollouts: Rollouts
     max_body_bytes: int
     draining: bool = False
 
@@ -80,7 +84,7 @@ def create_app(context: GatewayContext) -> web.Application:
     app.router.add_get("/live", routes.live)
     app.router.add_get("/ready", routes.ready)
     app.router.add_get("/metrics", routes.admin_only(routes.metrics))
-    for method, path, handler in admin_routes(context.pool, context.registration, context.decisions):
+    for method, path, handler in _admin_routes(context):
         app.router.add_route(method, path, routes.admin_only(handler, needs_keys=True))
     return app
 
@@ -89,9 +93,16 @@ def create_admin_app(context: GatewayContext, *, needs_key: bool) -> web.Applica
     """Return the app of the admin socket. Without `needs_key`, who can open the socket may do everything there."""
     app = _bare_app(context)
     routes = _Routes(context)
-    for method, path, handler in admin_routes(context.pool, context.registration, context.decisions):
+    for method, path, handler in _admin_routes(context):
         app.router.add_route(method, path, routes.admin_only(handler) if needs_key else handler)
     return app
+
+
+def _admin_routes(context: GatewayContext) -> list[tuple[str, str, Handler]]:
+    return [
+        *admin_routes(context.pool, context.registration, context.decisions),
+        *rollout_routes(context.pool, context.rollouts),
+    ]
 
 
 def _bare_app(context: GatewayContext) -> web.Application:
@@ -126,7 +137,10 @@ class _Routes:
         if model != head.model:
             body = msgspec.json.encode({**msgspec.json.decode(body), "model": model})
         record.model, record.stream = model, bool(head.stream)
-        query = RouteQuery(head, model=model, tenant=caller.tenant, session=request.headers.get(_SESSION_HEADER))
+        query = RouteQuery(
+            head, model=model, tenant=caller.tenant, session=request.headers.get(_SESSION_HEADER),
+            version=request.headers.get(_VERSION_HEADER),
+        )  # fmt: skip
         decision = Decision(
             request_id=record.request_id, time=time.time(), tenant=caller.tenant, model=model,
             policy="", replica="", reason="", attempts=0, waited_seconds=0.0,

@@ -7,6 +7,7 @@ from collections import deque
 
 import msgspec
 
+from penstock.fleet.rollout.plan import DEFAULT_VERSION
 from penstock.fleet.router.dispatch import Placement
 
 ROUTE_HEADER = "x-penstock-route"
@@ -22,6 +23,7 @@ class Decision(msgspec.Struct, kw_only=True):
     model: str
     policy: str
     replica: str
+    version: str = DEFAULT_VERSION  # of the replica
     reason: str
     attempts: int  # places it was sent to before its first byte, this one included
     waited_seconds: float  # in the gateway
@@ -34,12 +36,15 @@ class Decision(msgspec.Struct, kw_only=True):
     def take(self, placement: Placement) -> None:
         """Note where it goes now."""
         self.policy, self.replica = placement.policy, placement.replica.name
+        self.version = placement.replica.version
         self.reason = placement.choice.reason
         self.predicted_ttft_seconds = placement.choice.predicted_ttft_seconds
         self.cached_tokens = placement.choice.cached_tokens
 
     def header(self) -> str:
         parts = [f"replica={self.replica}", f"policy={self.policy}", f'reason="{self.reason}"']
+        if self.version != DEFAULT_VERSION:
+            parts.insert(1, f"version={self.version}")
         parts += [f"attempts={self.attempts}", f"waited_ms={self.waited_seconds * 1000:.1f}"]
         if self.predicted_ttft_seconds is not None:
             parts.append(f"predicted_ttft_ms={self.predicted_ttft_seconds * 1000:.1f}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from penstock.errors import EngineUnavailable, Overloaded, UnknownModel
 from penstock.fleet.config import FleetConfig
 from penstock.fleet.replica import Replica, ReplicaPool
+from penstock.fleet.rollout.split import VersionSplit
 from penstock.fleet.router.policies.interface import Choice, Policy
 from penstock.fleet.router.policies.registry import POLICIES
 from penstock.fleet.router.query import RouteQuery
@@ -59,9 +60,10 @@ class _Lane:
 
 
 class Dispatcher:
-    def __init__(self, config: FleetConfig, pool: ReplicaPool) -> None:
+    def __init__(self, config: FleetConfig, pool: ReplicaPool, split: VersionSplit | None = None) -> None:
         self._config = config
         self._pool = pool
+        self._split = split if split is not None else VersionSplit(config.rollouts)
         self._lanes: dict[str, _Lane] = {}
 
     @property
@@ -76,7 +78,7 @@ class Dispatcher:
         if placement is not None:
             return placement
         model, queue = wish.query.model, self._config.queue
-        is_there = any(replica.is_up for replica in self._pool.serving(model))
+        is_there = any(replica.is_up for replica in self._eligible(wish.query))
         if not is_there and not self._may_come(model):
             raise UnknownModel(model, sorted(self._pool.models()))
         seconds = queue.max_wait_seconds if is_there else queue.hold_seconds
@@ -88,10 +90,10 @@ class Dispatcher:
             message = f"{queue.max_waiting_per_tenant} of your requests wait for a replica, which is the limit"
             raise Overloaded(message, retry_after_seconds=self._retry_after(lane, model)) from None
         except TimeoutError:
-            if any(replica.is_up for replica in self._pool.serving(model)):
+            if any(replica.is_up for replica in self._eligible(wish.query)):
                 message = f"every replica of the model stayed full for {seconds:g} s"
                 raise Overloaded(message, retry_after_seconds=self._retry_after(lane, model)) from None
-            raise EngineUnavailable("no replica of this model is ready; try again in a few seconds") from None
+            raise EngineUnavailable(self._lack(wish.query)) from None
 
     def on_release(self, model: str) -> None:
         """A request has ended: learn how fast they do, and call the next."""
@@ -124,14 +126,28 @@ class Dispatcher:
     def _place(self, lane: _Lane, wish: Wish) -> Placement | None:
         able = [
             replica
-            for replica in self._pool.serving(wish.query.model)
+            for replica in self._eligible(wish.query)
             if replica.is_usable and not replica.is_full and (replica.adapter.can_frame or not wish.must_frame)
         ]
-        candidates = [replica for replica in able if replica.url not in wish.avoid] or able
-        if not candidates:
+        able = [replica for replica in able if replica.url not in wish.avoid] or able
+        if not able:
             return None
+        # Of the version that was wanted; of another only where that one has no place.
+        candidates = [replica for replica in able if replica.version == able[0].version]
         choice = lane.policy.choose(wish.query, candidates)
         return Placement(self, choice, lane.policy_name, wish.query.model)
+
+    def _eligible(self, query: RouteQuery) -> list[Replica]:
+        """Return the replicas of the versions that may answer a request, those of the wanted one first."""
+        serving, versions = self._pool.serving(query.model), self._split.versions_for(query)
+        return [replica for version in versions for replica in serving if replica.version == version]
+
+    def _lack(self, query: RouteQuery) -> str:
+        versions = sorted({replica.version for replica in self._pool.serving(query.model) if replica.is_up})
+        if versions:
+            wanted = self._split.versions_for(query)[-1]
+            return f"no replica of version {wanted!r} of this model is ready, only of: {', '.join(versions)}"
+        return "no replica of this model is ready; try again in a few seconds"
 
     def _may_come(self, model: str) -> bool:
         """Whether a model that no replica serves now is expected: declared, known before, or none was asked yet."""

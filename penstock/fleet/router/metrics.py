@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from penstock.fleet.breaker import Standing
 from penstock.fleet.replica import ReplicaPool
+from penstock.fleet.rollout.split import VersionSplit
 from penstock.fleet.router.decisions import Decision
 from penstock.fleet.router.dispatch import Dispatcher
 
@@ -17,9 +18,9 @@ _BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 
 
 class GatewayMetrics:
-    def __init__(self, pool: ReplicaPool, dispatcher: Dispatcher) -> None:
+    def __init__(self, pool: ReplicaPool, dispatcher: Dispatcher, split: VersionSplit) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Gauges(pool, dispatcher))
+        self._registry.register(_Gauges(pool, dispatcher, split))
         self.requests = Counter(
             "penstock_gateway_requests", "Requests answered", ["model", "status"], registry=self._registry
         )
@@ -29,6 +30,12 @@ class GatewayMetrics:
         self.resumptions = Counter(
             "penstock_gateway_resumptions",
             "Streams whose replica failed: continued elsewhere, or lost",
+            ["outcome"],
+            registry=self._registry,
+        )
+        self._shadows = Counter(
+            "penstock_gateway_shadow_requests",
+            "Copies of requests for a candidate version",
             ["outcome"],
             registry=self._registry,
         )
@@ -53,6 +60,9 @@ class GatewayMetrics:
         if decision.ttft_seconds is not None:
             self.first_byte.labels(decision.model).observe(decision.ttft_seconds)
 
+    def count_shadow(self, outcome: str) -> None:
+        self._shadows.labels(outcome).inc()
+
     def exposition(self, accept: str) -> tuple[bytes, str]:
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
@@ -61,9 +71,10 @@ class GatewayMetrics:
 class _Gauges(Collector):
     """What is so at this moment."""
 
-    def __init__(self, pool: ReplicaPool, dispatcher: Dispatcher) -> None:
+    def __init__(self, pool: ReplicaPool, dispatcher: Dispatcher, split: VersionSplit) -> None:
         self._pool = pool
         self._dispatcher = dispatcher
+        self._split = split
 
     def collect(self) -> Iterator[Metric]:
         standings = Tally(replica.breaker.standing for replica in self._pool)
@@ -84,3 +95,12 @@ class _Gauges(Collector):
         yield ejections
         text = "Requests that wait for a replica"
         yield GaugeMetricFamily("penstock_gateway_waiting_requests", text, self._dispatcher.num_waiting)
+        percent = GaugeMetricFamily(
+            "penstock_gateway_rollout_percent",
+            "Part of the sessions that a rollout's candidate answers",
+            labels=["model", "candidate", "status"],
+        )
+        for rollout in self._split.rollouts:
+            labels = [rollout.model, rollout.candidate, rollout.status.value]
+            percent.add_metric(labels, rollout.candidate_percent)
+        yield percent

@@ -5,6 +5,7 @@ the stream is framed (`protocol.frames`): then another replica goes on behind th
 one stream. Knows nothing of how replicas are found or chosen.
 """
 
+import asyncio
 import random
 import time
 from dataclasses import dataclass, field
@@ -14,6 +15,9 @@ import msgspec
 from aiohttp import web
 
 from penstock.errors import EngineFailed, LimitReached, Overloaded, PenstockError
+from penstock.fleet.rollout.shadow import ShadowCopy
+from penstock.fleet.rollout.trial import Trial
+from penstock.fleet.rollout.trials import Trials
 from penstock.fleet.router.decisions import ROUTE_HEADER, Decision
 from penstock.fleet.router.dispatch import Dispatcher, Placement, Wish
 from penstock.fleet.router.downstream import Downstream, StalledReaders
@@ -62,13 +66,17 @@ class _Exchange:
     avoid: set[str] = field(default_factory=set)
     num_failures: int = 0  # in a row
     refusal: ErrorReply | None = None  # of the replica that failed it last
+    trial: Trial | None = None  # of the replica that has it, where versions are compared
 
 
 class Proxy:
-    def __init__(self, session: aiohttp.ClientSession, dispatcher: Dispatcher, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, dispatcher: Dispatcher, metrics: GatewayMetrics, trials: Trials
+    ) -> None:
         self._session = session
         self._dispatcher = dispatcher
         self._metrics = metrics
+        self._trials = trials
         self.readers = StalledReaders()
 
     async def forward(
@@ -93,10 +101,12 @@ class Proxy:
                 if exchange.refusal is None:
                     raise
                 return _error_response(exchange)  # the replica's own refusal says more
+            exchange.trial = self._trials.begin(exchange.query, placement.replica)
             try:
                 response = await self._attempt(exchange, placement)
             finally:
                 placement.release()
+            self._end_trial(exchange)
             if response is not None:
                 return response
             if exchange.num_failures >= MAX_ATTEMPTS:
@@ -125,6 +135,8 @@ class Proxy:
                     return await self._pass_events(exchange, placement, upstream)
                 whole = await upstream.read()
                 replica.breaker.on_success()
+                if exchange.trial is not None and upstream.status == 200:
+                    exchange.trial.take_whole(whole)
                 headers = self._headers(exchange, upstream)
                 return web.Response(status=upstream.status, body=whole, headers=headers)
         except UPSTREAM_ERRORS as error:
@@ -181,12 +193,19 @@ class Proxy:
         try:
             while data := await upstream.content.readany():
                 await downstream.write(data)
+                if exchange.trial is not None:
+                    exchange.trial.feed(data)
         except UPSTREAM_ERRORS as error:
             if not downstream.was_slow:
                 note_failure(placement.replica, error)
+                if exchange.trial is not None:
+                    exchange.trial.fail()
             await self._end_with_error(exchange, downstream, b"")
             return
         placement.replica.breaker.on_success()
+        if exchange.trial is not None:
+            exchange.trial.was_hindered = downstream.was_slow
+            exchange.trial.end()
         await downstream.end()
 
     async def _pass_frames(
@@ -197,6 +216,8 @@ class Proxy:
         stream = _FramedStream(downstream, reader)
         if await stream.follow(placement, upstream):
             exchange.num_failures = 0
+        if exchange.trial is not None:
+            stream.tell(exchange.trial)
         failure_events = b""
         while not reader.finished and exchange.num_failures < MAX_ATTEMPTS:
             placement.release()
@@ -254,6 +275,14 @@ class Proxy:
 
     # ------------------------------------------------------------ notes
 
+    def _end_trial(self, exchange: _Exchange) -> None:
+        trial, exchange.trial = exchange.trial, None
+        if trial is not None:
+            path, seconds = exchange.request.rel_url.raw_path, trial.seconds
+            copy = ShadowCopy(path, exchange.body, exchange.streams, exchange.seed, seconds)
+            # Not now: the caller's answer goes first.
+            asyncio.get_running_loop().call_soon(self._trials.end, exchange.query, trial, copy)
+
     def _headers(self, exchange: _Exchange, upstream: aiohttp.ClientResponse) -> dict[str, str]:
         headers = response_headers(upstream.headers)
         headers["x-request-id"] = exchange.record.request_id
@@ -266,6 +295,8 @@ class Proxy:
         exchange.record.ttft_seconds = exchange.decision.ttft_seconds = seconds
 
     def _note_failure(self, exchange: _Exchange, placement: Placement, reply: ErrorReply) -> None:
+        if exchange.trial is not None:
+            exchange.trial.fail()
         exchange.num_failures += 1
         exchange.refusal = reply
         exchange.avoid.add(placement.replica.url)
@@ -277,6 +308,7 @@ class _FramedStream:
     def __init__(self, downstream: Downstream, reader: FrameReader) -> None:
         self.reader = reader
         self.first_events = b""
+        self._first_at: float | None = None
         self._downstream = downstream
 
     async def follow(self, placement: Placement, upstream: aiohttp.ClientResponse) -> bool:
@@ -289,6 +321,7 @@ class _FramedStream:
                 if events:
                     if not came:
                         came = True
+                        self._first_at = self._first_at or time.monotonic()
                         self.first_events = self.first_events or events
                     await self._downstream.write(events)
                 if reader.finished:
@@ -305,6 +338,14 @@ class _FramedStream:
         except BrokenFrames as error:
             breaker.on_failure(str(error))
         return came
+
+    def tell(self, trial: Trial) -> None:
+        """Say what became of the stream on its first replica."""
+        trial.was_hindered = self._downstream.was_slow
+        if self.reader.finished:
+            trial.end(self.reader.token_ids, self._first_at)
+        elif not trial.was_hindered:
+            trial.fail()
 
 
 def _continuation(body: bytes, stream: _FramedStream) -> bytes:

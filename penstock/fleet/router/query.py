@@ -45,9 +45,12 @@ def read_head(body: bytes) -> RequestHead:
 class RouteQuery:
     """What a policy may know of a request."""
 
-    def __init__(self, head: RequestHead, *, model: str, tenant: str, session: str | None = None) -> None:
+    def __init__(
+        self, head: RequestHead, *, model: str, tenant: str, session: str | None = None, version: str | None = None
+    ) -> None:
         self.model = model  # as the replicas call it
         self.tenant = tenant
+        self.version = version  # that the caller named
         self.adapter = head.adapter or ""
         self._head = head
         self._session = session
@@ -97,7 +100,8 @@ class RouteQuery:
     def _beginning(self) -> str:
         messages = self._head.messages
         if not messages:
-            return self.prompt_text[:_PIECE_CHARACTERS]
+            tokens = self.prompt_token_ids
+            return self.prompt_text[:_PIECE_CHARACTERS] if tokens is None else str(tokens[:_PIECE_TOKENS])
         # System messages are often everybody's; the first turn of a user is a conversation's own.
         first = next((item for item in messages if _field(item, "role") == "user"), messages[0])
         return _text(first)

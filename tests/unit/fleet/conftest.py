@@ -13,6 +13,7 @@ from penstock.fleet.adapters.interface import Load, ServedModel
 from penstock.fleet.config import FleetConfig, HealthSection, QueueSection, ReplicaEntry
 from penstock.fleet.gateway import Gateway
 from penstock.fleet.replica import Replica
+from penstock.fleet.rollout.book import RolloutBook
 from penstock.fleet.router.query import RouteQuery, read_head
 from penstock.store.key_ring import KeyRing
 from tests.fakes.fake_replica import FakeReplica
@@ -55,9 +56,9 @@ class Running:
     url: str
     client: aiohttp.ClientSession
 
-    async def ask(self, **fields: object) -> aiohttp.ClientResponse:
+    async def ask(self, headers: dict[str, str] | None = None, **fields: object) -> aiohttp.ClientResponse:
         body = {"model": "tiny", "prompt": "hi", **fields}
-        response = await self.client.post(f"{self.url}/v1/completions", json=body)
+        response = await self.client.post(f"{self.url}/v1/completions", json=body, headers=headers)
         await response.read()
         return response
 
@@ -68,10 +69,11 @@ async def running_gateway(
     config: FleetConfig = QUICK,
     ring: KeyRing | None = None,
     kind: str = "penstock",
+    book: RolloutBook | None = None,
     **entry: int,
 ) -> AsyncIterator[Running]:
-    entries = tuple(ReplicaEntry(url=replica.url, kind=kind, **entry) for replica in replicas)
-    gateway = Gateway(msgspec.structs.replace(config, replicas=entries), ring, max_body_bytes=4096)
+    entries = tuple(ReplicaEntry(url=replica.url, kind=kind, version=replica.version, **entry) for replica in replicas)
+    gateway = Gateway(msgspec.structs.replace(config, replicas=entries), ring, max_body_bytes=4096, rollout_book=book)
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
     await gateway.start(listener, drain_seconds=0.5)

@@ -7,6 +7,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.fleet.config import DiscoverySection, FleetConfig, HealthSection, QueueSection
 from penstock.fleet.fleet_file import read_fleet
+from penstock.fleet.rollout.plan import DEFAULT_VERSION, RolloutSection
 from tests.architecture.markdown import blocks
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "operations.md"
@@ -71,6 +72,7 @@ def test_the_file_in_the_document_is_right_and_says_the_defaults(tmp_path):
     fleet = read_fleet(file)
     assert (fleet.policy, fleet.health, fleet.queue) == (FleetConfig().policy, HealthSection(), QueueSection())
     assert fleet.discovery.lease_seconds == DiscoverySection().lease_seconds
+    assert (fleet.rollouts["smollm2-135m"], fleet.replicas[0].version) == (RolloutSection(), DEFAULT_VERSION)
     assert (fleet.discovery.dns[0].refresh_seconds, fleet.discovery.kubernetes[0].refresh_seconds) == (5.0, 2.0)
 
 

@@ -9,7 +9,7 @@ from penstock.errors import ConfigError, NotAuthenticated
 from penstock.request import Targets
 from penstock.server.endpoint import check_access
 from penstock.store.key_ring import KeyRing, load_keys
-from penstock.tenants import ApiKey, KeyTerms, Limits
+from penstock.tenants import SHADOW_HEADER, SHADOW_TENANT, ApiKey, KeyTerms, Limits
 from tests.unit.server.conftest import running_service
 
 CLIENT_KEY, ADMIN_KEY = "sk-client", "sk-admin"
@@ -67,6 +67,15 @@ async def test_an_admin_route_needs_an_admin_key(guarded):
     assert refused.status_code == 403
     assert refused.json()["error"]["code"] == "permission_denied"
     assert (await guarded.client.get("/metrics", headers=bearer(ADMIN_KEY))).status_code == 200
+
+
+async def test_a_gateways_copy_counts_for_nobody_and_needs_an_admin_key(guarded):
+    body = {"model": "tiny", "prompt": "x"}
+    copied = {SHADOW_HEADER: "1", **bearer(ADMIN_KEY)}
+    assert (await guarded.client.post("/v1/completions", json=body, headers=copied)).status_code == 200
+    assert guarded.engine.submitted[0].tenant == SHADOW_TENANT
+    refused = await guarded.client.post("/v1/completions", json=body, headers=copied | bearer(CLIENT_KEY))
+    assert refused.status_code == 403
 
 
 @pytest.mark.parametrize("path", ["/", "/docs", "/openapi.json", "/live", "/ready"])

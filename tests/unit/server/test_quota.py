@@ -17,7 +17,7 @@ from penstock.store.database import Database
 from penstock.store.key_ring import load_keys
 from penstock.store.ledger import UsageLedger
 from penstock.store.quotas import Lease, Need, QuotaStore, Spent, settle
-from penstock.tenants import Caller, KeyTerms, Limits
+from penstock.tenants import SHADOW_HEADER, SHADOW_TENANT, Caller, KeyTerms, Limits
 from tests.unit.server.conftest import Service, listening, running_service, until
 
 MANY = 10**9
@@ -269,3 +269,12 @@ async def test_openais_client_waits_as_long_as_it_is_told(store):
             answer = await client.completions.create(model="tiny", prompt="hi")
             assert answer.choices[0].text
     assert usage(store)["alice"].refused >= 1
+
+
+async def test_a_gateways_copies_stand_in_nobodys_account(store):
+    async with running_service(store=store) as service:
+        copied = await service.client.post(
+            "/v1/completions", json={"model": "tiny", "prompt": "hi"}, headers={SHADOW_HEADER: "1"}
+        )
+        assert copied.status_code == 200
+    assert set(usage(store)) == {SHADOW_TENANT}

@@ -1,0 +1,90 @@
+"""What was seen of two versions in one step of a rollout: counts and histograms that add up across gateways.
+
+Bounded however much is seen. Knows nothing of what follows from it.
+"""
+
+import math
+
+import msgspec
+
+# A value is known to within one part in a hundred.
+_WIDTH = math.log(1.01)
+_SMALLEST, _LARGEST = 1e-6, 1e6
+
+
+class Histogram(msgspec.Struct, forbid_unknown_fields=True):
+    """Positive values, by how many fell between two edges one hundredth apart."""
+
+    counts: dict[int, int] = {}
+
+    def add(self, value: float) -> None:
+        place = math.floor(math.log(min(max(value, _SMALLEST), _LARGEST)) / _WIDTH)
+        self.counts[place] = self.counts.get(place, 0) + 1
+
+    @property
+    def num_values(self) -> int:
+        return sum(self.counts.values())
+
+    def edges(self, rank: int) -> tuple[float, float]:
+        """Return between which edges the value of this rank lies; the smallest has rank 1."""
+        passed = 0
+        for place in sorted(self.counts):
+            passed += self.counts[place]
+            if passed >= rank:
+                return math.exp(place * _WIDTH), math.exp((place + 1) * _WIDTH)
+        raise ValueError(f"there are {passed} values, and none of rank {rank}")
+
+    def quantile(self, part: float) -> float | None:
+        """Return a quantile as near as it is known; None of nothing."""
+        if not self.counts:
+            return None
+        lower, upper = self.edges(max(1, math.ceil(part * self.num_values)))
+        return math.sqrt(lower * upper)
+
+    def merge(self, other: "Histogram") -> None:
+        for place, count in other.counts.items():
+            self.counts[place] = self.counts.get(place, 0) + count
+
+
+class Arm(msgspec.Struct, forbid_unknown_fields=True):
+    """One version's requests."""
+
+    requests: int = 0
+    errors: int = 0
+    ttft: Histogram = msgspec.field(default_factory=Histogram)  # seconds
+    time_per_token: Histogram = msgspec.field(default_factory=Histogram)  # seconds
+
+    def merge(self, other: "Arm") -> None:
+        self.requests += other.requests
+        self.errors += other.errors
+        self.ttft.merge(other.ttft)
+        self.time_per_token.merge(other.time_per_token)
+
+
+class Evidence(msgspec.Struct, forbid_unknown_fields=True):
+    """All that one step of a rollout has shown."""
+
+    stable: Arm = msgspec.field(default_factory=Arm)
+    candidate: Arm = msgspec.field(default_factory=Arm)
+    # Of requests that both answered: the candidate's time over the stable version's.
+    ttft_ratio: Histogram = msgspec.field(default_factory=Histogram)
+    time_per_token_ratio: Histogram = msgspec.field(default_factory=Histogram)
+    compared_answers: int = 0
+    compared_tokens: int = 0  # up to and with the first that differed
+    divergences: int = 0  # answers in which one did
+
+    def merge(self, other: "Evidence") -> None:
+        self.stable.merge(other.stable)
+        self.candidate.merge(other.candidate)
+        self.ttft_ratio.merge(other.ttft_ratio)
+        self.time_per_token_ratio.merge(other.time_per_token_ratio)
+        self.compared_answers += other.compared_answers
+        self.compared_tokens += other.compared_tokens
+        self.divergences += other.divergences
+
+
+def merged(parts: list[Evidence]) -> Evidence:
+    whole = Evidence()
+    for part in parts:
+        whole.merge(part)
+    return whole

@@ -1,0 +1,77 @@
+"""The admin routes of rollouts: what is rolled out and how it stands, begin one, end one."""
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+from penstock.errors import RequestError
+from penstock.fleet.replica import ReplicaPool
+from penstock.fleet.rollout.course import Rollout
+from penstock.fleet.rollout.evidence import Evidence
+from penstock.fleet.rollout.report import write_report
+from penstock.fleet.rollout.rollouts import Rollouts
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class WantedRollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rollout begins with."""
+
+    model: str
+    candidate: str
+
+
+class RolloutReport(msgspec.Struct, frozen=True):
+    """A rollout, and what its step has shown so far."""
+
+    rollout: Rollout
+    evidence: Evidence | None
+
+
+class RolloutReports(msgspec.Struct, frozen=True):
+    rollouts: list[RolloutReport]
+
+
+def rollout_routes(pool: ReplicaPool, rollouts: Rollouts) -> list[tuple[str, str, Handler]]:
+    """Return (method, path, handler) of each."""
+    split, controller = rollouts.split, rollouts.controller
+
+    async def reports() -> list[RolloutReport]:
+        await controller.look()
+        return [
+            RolloutReport(rollout, await controller.evidence_of(rollout) if rollout.is_running else None)
+            for rollout in split.rollouts
+        ]
+
+    async def show(request: web.Request) -> web.StreamResponse:
+        return _json(RolloutReports(await reports()))
+
+    async def show_text(request: web.Request) -> web.StreamResponse:
+        pages = [write_report(report.rollout, report.evidence) for report in await reports()]
+        return web.Response(text="\n".join(pages) or "No rollout.\n", content_type="text/markdown")
+
+    async def begin(request: web.Request) -> web.StreamResponse:
+        try:
+            wanted = msgspec.json.decode(await request.read(), type=WantedRollout)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RequestError(f"this begins no rollout: {error}") from None
+        versions = sorted({replica.version for replica in pool.serving(wanted.model)})
+        if wanted.candidate not in versions:
+            known = ", ".join(versions) or "none"
+            raise RequestError(f"no replica serves this version of the model; there are: {known}", param="candidate")
+        return _json(await controller.start(wanted.model, wanted.candidate))
+
+    async def end(request: web.Request) -> web.StreamResponse:
+        return _json(await controller.abort(request.query.get("model", "")))
+
+    return [
+        ("GET", "/admin/rollout", show),
+        ("GET", "/admin/rollout.md", show_text),
+        ("POST", "/admin/rollout", begin),
+        ("DELETE", "/admin/rollout", end),
+    ]
+
+
+def _json(document: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(document), headers={"content-type": "application/json"})

@@ -1,0 +1,149 @@
+"""Has the candidate answer copies of requests: nobody waits for them, nobody pays for them, nobody sees their answers.
+
+A copy is sent when the caller's own answer has ended, with the gateway's key instead of the caller's, and marked, so
+that no tenant is charged. At most so many are under way, and so many bytes; beyond that copies are not made. Failures
+are told to whoever compares, and not held against the replica. Knows nothing of what is compared.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+
+from penstock.fleet.replica import Replica, ReplicaPool
+from penstock.fleet.rollout.course import Rollout
+from penstock.fleet.rollout.trial import Trial
+from penstock.fleet.router.upstream import UPSTREAM_ERRORS, own_headers, target
+from penstock.protocol.frames import FRAMES_HEADER, BrokenFrames, FrameReader
+from penstock.telemetry import log_event
+from penstock.tenants import SHADOW_HEADER
+
+_MAX_BYTES = 32 * 1024 * 1024  # of the copies under way, together
+_LEAST_SECONDS = 30.0
+_MOST_RATIO = 10.0  # of the caller's own answer's time, before a copy is given up
+_REFUSED_US = (401, 403)
+
+log = logging.getLogger("penstock.rollout")
+
+OnAnswer = Callable[[Trial], None]
+
+
+class _Sampling(msgspec.Struct):
+    temperature: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowCopy:
+    """A request as it can be sent again."""
+
+    path: str
+    body: bytes
+    streams: bool
+    seed: int  # with which a stream in frames was drawn
+    seconds: float  # that the caller's own answer took
+
+    def is_repeatable(self, stable: Trial, shadow: Trial) -> bool:
+        """Whether equal models give equal answers: they are greedy, or both drawn with one seed."""
+        if stable.token_ids is not None and shadow.token_ids is not None:
+            return True
+        return msgspec.json.decode(self.body, type=_Sampling).temperature == 0
+
+
+class Shadows:
+    def __init__(
+        self, session: aiohttp.ClientSession, pool: ReplicaPool, count: Callable[[str], None] = lambda outcome: None
+    ) -> None:
+        self._session = session
+        self._pool = pool
+        self._count = count  # is told what became of each: answered, failed, refused or dropped
+        self._num_bytes = 0
+        self._closed: set[str] = set()  # URLs of replicas that did not take the gateway's key
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self._tasks)
+
+    def send(self, copy: ShadowCopy, rollout: Rollout, on_answer: OnAnswer) -> None:
+        """Have the candidate answer a copy, unless that would be one too many. Returns at once."""
+        replica = self._choose(rollout)
+        is_room = self.num_under_way < rollout.max_shadows and self._num_bytes + len(copy.body) <= _MAX_BYTES
+        if replica is None or not is_room:
+            self._count("dropped")
+            return
+        self._num_bytes += len(copy.body)
+        task = asyncio.create_task(self._run(copy, replica, on_answer))
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._forget(done, copy))
+
+    async def stop(self) -> None:
+        """End those that are under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _choose(self, rollout: Rollout) -> Replica | None:
+        able = [
+            replica
+            for replica in self._pool.serving(rollout.model)
+            if replica.version == rollout.candidate and replica.is_usable and not replica.is_full
+        ]
+        return min(able, key=lambda replica: replica.busyness, default=None)
+
+    def _forget(self, task: asyncio.Task[None], copy: ShadowCopy) -> None:
+        self._tasks.discard(task)
+        self._num_bytes -= len(copy.body)
+
+    async def _run(self, copy: ShadowCopy, replica: Replica, on_answer: OnAnswer) -> None:
+        trial = Trial(replica.version)
+        try:
+            async with asyncio.timeout(max(_LEAST_SECONDS, _MOST_RATIO * copy.seconds)):
+                status = await self._answer(copy, replica, trial)
+        except (*UPSTREAM_ERRORS, BrokenFrames):
+            status = None
+            trial.fail()
+        if status == 429 or status in _REFUSED_US:
+            # It is full, or takes no copies from this gateway: nothing is learnt of its answers.
+            self._count("refused")
+            if status in _REFUSED_US and replica.url not in self._closed:
+                self._closed.add(replica.url)
+                message = "a replica takes no copies: its key_file must hold a key with admin = true"
+                log_event(log, message, level=logging.WARNING, replica=replica.name)
+            return
+        self._count("failed" if trial.has_failed else "answered")
+        on_answer(trial)
+
+    async def _answer(self, copy: ShadowCopy, replica: Replica, trial: Trial) -> int:
+        headers = {"content-type": "application/json", SHADOW_HEADER: "1", **own_headers(replica)}
+        if copy.streams and replica.adapter.can_frame:
+            headers[FRAMES_HEADER] = str(copy.seed)
+        url = target(replica, copy.path)
+        async with self._session.post(url, data=copy.body, headers=headers, allow_redirects=False) as response:
+            if response.status != 200:
+                trial.fail()
+            elif response.content_type != "text/event-stream":
+                trial.take_whole(await response.read())
+            elif response.headers.get(FRAMES_HEADER) is not None:
+                await _read_frames(response, trial)
+            else:
+                while data := await response.content.readany():
+                    trial.feed(data)
+                trial.end()
+            return response.status
+
+
+async def _read_frames(response: aiohttp.ClientResponse, trial: Trial) -> None:
+    reader = FrameReader()
+    first_at: float | None = None
+    while not reader.finished and (data := await response.content.readany()):
+        if first_at is None:
+            first_at = time.monotonic()
+        reader.feed(data)
+    if reader.finished:
+        trial.end(reader.token_ids, first_at)
+    else:
+        trial.fail()

@@ -1,0 +1,96 @@
+"""One answer measured, and two compared."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.fleet.rollout.trial import Trial, compare_outputs
+
+TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+def told(tokens):
+    trial = Trial("a")
+    trial.end(tokens, first_at=trial.began_at)
+    return trial
+
+
+def streamed(*texts, shape="text"):
+    trial = Trial("a")
+    for text in texts:
+        choice = {"index": 0, "text": text} if shape == "text" else {"index": 0, "delta": {"content": text}}
+        trial.feed(b"data: %b\n\n" % json.dumps({"choices": [choice]}).encode())
+    trial.feed(b"data: [DONE]\n\n")
+    trial.end()
+    return trial
+
+
+def whole(text, num_tokens=8):
+    trial = Trial("a")
+    message = {"choices": [{"index": 0, "message": {"content": text}}], "usage": {"completion_tokens": num_tokens}}
+    trial.take_whole(json.dumps(message).encode())
+    return trial
+
+
+@given(TOKENS)
+def test_equal_answers_have_no_divergence(tokens):
+    assert compare_outputs(told(tokens), told(list(tokens))) == (len(tokens), False)
+
+
+@given(TOKENS, st.integers(0, 39), TOKENS)
+def test_tokens_are_compared_up_to_the_first_that_differs(tokens, place, rest):
+    place %= len(tokens)
+    other = [*tokens[:place], tokens[place] + 1, *rest]
+    assert compare_outputs(told(tokens), told(other)) == (place + 1, True)
+
+
+def test_tokens_that_the_last_frame_did_not_tell_are_no_divergence_but_many_are():
+    assert compare_outputs(told([1, 2, 3, 4]), told([1, 2])) == (2, False)
+    assert compare_outputs(told([1] * 40), told([1] * 2)) == (3, True)
+
+
+@pytest.mark.parametrize("shape", ["text", "delta"])
+def test_texts_count_four_characters_as_a_token(shape):
+    assert compare_outputs(streamed("abcd", "efgh", shape=shape), streamed("abcdefgh", shape=shape)) == (2, False)
+    assert compare_outputs(streamed("abcdefgh"), streamed("abcdxfgh")) == (2, True)
+    assert compare_outputs(whole("abcdefgh"), whole("abcdefgh")) == (2, False)
+    assert compare_outputs(whole("yes"), whole("yes, and more")) == (1, True)
+
+
+def test_answers_of_different_kinds_or_without_a_word_are_not_compared():
+    assert compare_outputs(told([1, 2]), streamed("ab")) is None
+    assert compare_outputs(whole(""), whole("")) is None
+
+
+def test_times_of_a_stream_and_of_a_whole_answer():
+    trial = told([1, 2, 3, 4, 5])
+    trial.began_at, trial.first_at, trial.ended_at = 10.0, 11.0, 13.0
+    assert (trial.ttft_seconds, trial.time_per_token_seconds()) == (1.0, 0.5)
+    answer = whole("hello there", num_tokens=8)
+    answer.began_at, answer.ended_at = 10.0, 14.0
+    assert (answer.ttft_seconds, answer.time_per_token_seconds()) == (None, 0.5)
+
+
+def test_short_hindered_and_failed_answers_have_no_time_per_token():
+    hindered, failed = told([1] * 9), told([1] * 9)
+    hindered.was_hindered = True
+    failed.fail()
+    assert [item.time_per_token_seconds() for item in (told([1, 2]), hindered, failed)] == [None] * 3
+    assert failed.ttft_seconds is None and failed.is_measured
+
+
+def test_an_endless_answer_is_not_kept_whole():
+    trial = Trial("a")
+    for _ in range(100):
+        trial.feed(b"data: {" + b"x" * 100_000)
+    assert len(trial.data) < 500_000
+    assert trial.num_events == 100
+
+
+def test_what_is_not_to_be_compared_is_not_kept():
+    trial = Trial("a", keeps_text=False)
+    for _ in range(5):
+        trial.feed(b'data: {"choices": []}\n\n')
+    assert (len(trial.data), trial.num_events) == (0, 5)
