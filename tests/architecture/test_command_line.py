@@ -12,7 +12,11 @@ COMMANDS = ["serve", "pull", "models", "chat", "generate", "explain", "doctor", 
 # Commands for those who develop or operate; like the groups, their flags are their own.
 TOOLS = ["gateway", "simulate", "plan-memory", "usage"]
 # Groups of commands for those who develop or operate; their flags are their own.
-GROUPS = {"bench": ["serve", "offline", "profile", "compare"], "keys": ["create", "list", "revoke", "rotate"]}
+GROUPS = {
+    "bench": ["serve", "offline", "profile", "compare"],
+    "deploy": [],
+    "keys": ["create", "list", "revoke", "rotate"],
+}
 
 OPTIONS = [
     "model",
