@@ -21,6 +21,7 @@ class DnsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     name: str
     port: int
     kind: str = "penstock"
+    key_file: str | None = None  # as a ReplicaEntry's
     refresh_seconds: float = 5.0
 
 
@@ -31,6 +32,7 @@ class KubernetesSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     port: int | str  # a number, or the port's name in the service
     namespace: str | None = None  # None: the gateway's own
     kind: str = "penstock"
+    key_file: str | None = None  # as a ReplicaEntry's
     refresh_seconds: float = 2.0
 
 

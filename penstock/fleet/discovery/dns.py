@@ -22,4 +22,7 @@ class DnsDiscovery(Discovery):
             raise RemoteError(f"{name} has no address ({error.strerror or error})") from error
         addresses = sorted({str(address[0]) for *_, address in found})
         hosts = [f"[{address}]" if ":" in address else address for address in addresses]
-        return [ReplicaEntry(url=f"http://{host}:{port}", kind=self._section.kind) for host in hosts]
+        section = self._section
+        return [
+            ReplicaEntry(url=f"http://{host}:{port}", kind=section.kind, key_file=section.key_file) for host in hosts
+        ]

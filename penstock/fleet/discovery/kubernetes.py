@@ -70,7 +70,10 @@ class KubernetesDiscovery(Discovery):
             if (endpoint.get("conditions") or {}).get("ready") is not False
             for address in endpoint.get("addresses") or ()
         ]
-        return [ReplicaEntry(url=f"http://{host}:{port}", kind=self._section.kind) for host in hosts]
+        section = self._section
+        return [
+            ReplicaEntry(url=f"http://{host}:{port}", kind=section.kind, key_file=section.key_file) for host in hosts
+        ]
 
     def _port(self, ports: Any) -> int | None:
         wanted = self._section.port
