@@ -8,10 +8,10 @@ from typing import Any
 
 from penstock.deploy.document import yaml_text
 from penstock.deploy.kubernetes import plan as names
-from penstock.deploy.kubernetes.monitors import dashboard_text, watched
+from penstock.deploy.kubernetes.monitors import dashboard_text
 from penstock.deploy.kubernetes.objects import USER, grace_seconds
 from penstock.deploy.kubernetes.plan import Plan, fleet_text
-from penstock.deploy.monitoring.rules import groups
+from penstock.deploy.monitoring.rules import Watched, groups
 from penstock.fleet.config import DnsSection
 
 PROMETHEUS_IMAGE = "prom/prometheus:v3.5.0"
@@ -20,16 +20,18 @@ GRAFANA_IMAGE = "grafana/grafana:12.1.0"
 
 def compose_files(plan: Plan) -> dict[str, str]:
     """Return the folder: path in it, text."""
+    settings = plan.settings
+    watched = Watched(settings.name, settings.objective, settings.slow_ttft_seconds)
     return {
         "compose.yaml": yaml_text(_compose(plan)),
         **{f"server/{name}": text for name, text in plan.server_files.items()},
         "gateway/gateway.toml": plan.gateway_files["gateway.toml"],
         "gateway/fleet.toml": fleet_text(plan.fleet, dns=(_servers(),)),
         "prometheus/prometheus.yml": yaml_text(_prometheus(plan)),
-        "prometheus/rules.yml": yaml_text({"groups": groups(watched(plan))}),
+        "prometheus/rules.yml": yaml_text({"groups": groups(watched)}),
         "grafana/datasource.yml": yaml_text(_data_source()),
         "grafana/dashboards.yml": yaml_text(_dashboards()),
-        "grafana/penstock.json": dashboard_text(plan),
+        "grafana/penstock.json": dashboard_text(watched),
     }
 
 

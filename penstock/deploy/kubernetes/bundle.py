@@ -62,7 +62,7 @@ def bundle(plan: Plan) -> dict[str, str]:
     """Return every file by its path in the folder."""
     return {
         **{path: yaml_text(made) for path, made in manifests(plan).items()},
-        "grafana/penstock.json": monitors.dashboard_text(plan),
+        "grafana/penstock.json": monitors.dashboard_text(monitors.watched(plan)),
         **{f"compose/{path}": text for path, text in compose_files(plan).items()},
     }
 

@@ -16,12 +16,13 @@ _QUEUED_REQUESTS = 4  # of one replica
 
 
 def watched(plan: Plan) -> Watched:
+    """What is watched in a cluster, where another namespace may have a deployment of the same name."""
     settings = plan.settings
-    return Watched(settings.name, settings.objective, settings.slow_ttft_seconds)
+    return Watched(f"{settings.namespace}/{settings.name}", settings.objective, settings.slow_ttft_seconds)
 
 
 def pod_monitor(plan: Plan) -> Manifest:
-    """Scrapes servers and gateways as the jobs NAME-server and NAME-gateway, each pod by its name."""
+    """Scrapes servers and gateways as the jobs that the rules name, each pod by its own name."""
     settings = plan.settings
     endpoint = {
         "port": "http",
@@ -32,7 +33,7 @@ def pod_monitor(plan: Plan) -> Manifest:
             "credentials": {"name": settings.metrics_secret_name, "key": METRICS_ENTRY},
         },
         "relabelings": [
-            {"sourceLabels": [_COMPONENT], "targetLabel": "job", "replacement": f"{settings.name}-$1"},
+            {"sourceLabels": [_COMPONENT], "targetLabel": "job", "replacement": f"{watched(plan).name}-$1"},
             {"sourceLabels": ["__meta_kubernetes_pod_name"], "targetLabel": "instance"},
         ],
     }
@@ -47,14 +48,14 @@ def prometheus_rule(plan: Plan) -> Manifest:
     return manifest("monitoring.coreos.com/v1", "PrometheusRule", plan, SERVER, spec=spec)
 
 
-def dashboard_text(plan: Plan) -> str:
-    return json.dumps(dashboard(watched(plan)), indent=2, ensure_ascii=False) + "\n"
+def dashboard_text(subject: Watched) -> str:
+    return json.dumps(dashboard(subject), indent=2, ensure_ascii=False) + "\n"
 
 
 def dashboard_config_map(plan: Plan) -> Manifest:
     """Found by Grafana's sidecar, which looks for the label."""
     name = f"{plan.settings.name}-dashboard"
-    made = manifest("v1", "ConfigMap", plan, SERVER, name=name, data={"penstock.json": dashboard_text(plan)})
+    made = manifest("v1", "ConfigMap", plan, SERVER, name=name, data={"penstock.json": dashboard_text(watched(plan))})
     made["metadata"]["labels"]["grafana_dashboard"] = "1"
     return made
 
@@ -70,7 +71,9 @@ def scaled_object(plan: Plan) -> Manifest:
     triggers = [
         _trigger(plan, "queued", f"sum(penstock_total_queued_requests{{{servers}}}) or vector(0)", _QUEUED_REQUESTS),
         _trigger(plan, "cache", f"sum(penstock_kv_cache_utilization{{{servers}}}) or vector(0)", _KV_SHARE),
-        _trigger(plan, "waiting", f"sum(penstock_gateway_waiting_requests{{{gateways}}}) or vector(0)", 1),
+        _trigger(
+            plan, "waiting", f"sum(penstock_gateway_waiting_requests{{{gateways}}}) or vector(0)", _QUEUED_REQUESTS
+        ),
     ]
     behavior = {
         "scaleUp": {

@@ -75,7 +75,8 @@ def gateway_probes() -> Manifest:
 
 
 def drain_hook() -> Manifest:
-    return {"preStop": {"sleep": {"seconds": PRE_STOP_SECONDS}}}
+    """A command, because the definitions of KServe and KubeRay do not know Kubernetes' own `sleep` yet."""
+    return {"preStop": {"exec": {"command": ["sleep", str(PRE_STOP_SECONDS)]}}}
 
 
 def container_security() -> Manifest:

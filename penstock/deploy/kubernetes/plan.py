@@ -142,8 +142,8 @@ def _changed(document: Mapping[str, Any], default: Mapping[str, Any]) -> dict[st
     changed = {}
     for name, value in document.items():
         usual = default.get(name)
+        if value == usual:
+            continue
         is_section = isinstance(value, dict) and isinstance(usual, dict)
-        kept = _changed(value, usual) or usual if is_section else value
-        if kept != usual:
-            changed[name] = kept
+        changed[name] = _changed(value, default[name]) if is_section else value
     return changed

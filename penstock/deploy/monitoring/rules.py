@@ -19,7 +19,7 @@ _WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 class Watched:
     """What the rules are about."""
 
-    name: str  # jobs are NAME-server and NAME-gateway
+    name: str  # jobs are NAME-server and NAME-gateway; no other deployment that the same Prometheus sees has it
     objective: float
     slow_ttft_seconds: float  # one of the bounds of penstock_time_to_first_token_seconds
 
@@ -47,8 +47,8 @@ def groups(watched: Watched) -> list[dict[str, Any]]:
     """Return the groups of rules, as a rule file has them."""
     indicators = _indicators(watched)
     return [
-        {"name": f"{watched.name}-indicators", "interval": "30s", "rules": _recordings(indicators)},
-        {"name": f"{watched.name}-burn-rates", "rules": _burn_alerts(indicators, watched.objective)},
+        {"name": f"{watched.name}-indicators", "interval": "30s", "rules": _recordings(indicators, watched.name)},
+        {"name": f"{watched.name}-burn-rates", "rules": _burn_alerts(indicators, watched)},
         {"name": f"{watched.name}-servers", "rules": _server_alerts(watched)},
         {"name": f"{watched.name}-gateways", "rules": _gateway_alerts(watched)},
     ]
@@ -100,10 +100,11 @@ def _indicators(watched: Watched) -> list[_Indicator]:
     ]
 
 
-def _recordings(indicators: list[_Indicator]) -> list[Rule]:
+def _recordings(indicators: list[_Indicator], deployment: str) -> list[Rule]:
     return [
         {
             "record": f"{item.name}:ratio_rate{window}",
+            "labels": {"deployment": deployment},
             # Nothing asked is nothing wrong: a division by zero would be neither.
             "expr": f"(({item.bad}) / (({item.all}) > 0)) or vector(0)".replace("WINDOW", window),
         }
@@ -112,8 +113,8 @@ def _recordings(indicators: list[_Indicator]) -> list[Rule]:
     ]
 
 
-def _burn_alerts(indicators: list[_Indicator], objective: float) -> list[Rule]:
-    rules = []
+def _burn_alerts(indicators: list[_Indicator], watched: Watched) -> list[Rule]:
+    rules, objective, ours = [], watched.objective, f'{{deployment="{watched.name}"}}'
     for item in indicators:
         for long, short, factor, severity in _BURNS:
             limit = f"{factor * (1 - objective):.6g}"
@@ -121,7 +122,7 @@ def _burn_alerts(indicators: list[_Indicator], objective: float) -> list[Rule]:
             rules.append(
                 _alert(
                     item.alert,
-                    f"{ratio}{long} > {limit} and {ratio}{short} > {limit}",
+                    f"{ratio}{long}{ours} > {limit} and {ratio}{short}{ours} > {limit}",
                     severity=severity,
                     window=long,
                     summary=f"{item.summary}: {factor:g} times more than {objective:.4g} of requests allows",
