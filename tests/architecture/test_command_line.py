@@ -14,7 +14,7 @@ TOOLS = ["gateway", "simulate", "plan-memory", "usage"]
 # Groups of commands for those who develop or operate; their flags are their own.
 GROUPS = {
     "bench": ["serve", "offline", "profile", "compare"],
-    "deploy": [],
+    "deploy": ["kubernetes"],
     "keys": ["create", "list", "revoke", "rotate"],
 }
 
@@ -147,6 +147,19 @@ KEYS_FLAGS = {
     "revoke": [],
     "rotate": ["--overlap", "--json"],
 }
+DEPLOY_FLAGS = {
+    "kubernetes": [
+        "--out",
+        "--fleet",
+        "--name",
+        "--namespace",
+        "--image",
+        "--replicas",
+        "--max-replicas",
+        "--gpus",
+        "--hostname",
+    ],
+}
 MAX_OPTIONS = 40
 
 
@@ -196,3 +209,9 @@ def test_the_benchmarks_own_flags_are_frozen(command: str) -> None:
 @pytest.mark.parametrize("command", KEYS_FLAGS)
 def test_the_key_commands_own_flags_are_frozen(command: str) -> None:
     assert [item for item in flags_of("keys", command) if item not in ("--store", "--config")] == KEYS_FLAGS[command]
+
+
+@pytest.mark.parametrize("command", DEPLOY_FLAGS)
+def test_the_deployments_own_flags_are_frozen(command: str) -> None:
+    table = {flag(name) for name in OPTIONS if name != "model"} | {"--config"}
+    assert [item for item in flags_of("deploy", command) if item not in table] == DEPLOY_FLAGS[command]

@@ -8,8 +8,10 @@ import pytest
 
 from penstock.config import gather
 from penstock.deploy.kubernetes.plan import make_plan
+from penstock.deploy.kubernetes.settings import Settings, read_settings
 from penstock.errors import ConfigError
 from penstock.fleet.fleet_file import read_fleet
+from tests.architecture.markdown import blocks
 from tests.unit.deploy.plans import everything, smallest
 
 
@@ -152,3 +154,11 @@ def test_every_option_survives(tmp_path):
         plan = make_plan(sourced, None, {})
         read = gather({}, environ={}, file=written(tmp_path, plan.server_files, "serve.toml")).options
         assert getattr(read, item.name) == getattr(sourced.options, item.name), item.name
+
+
+def test_the_documentation_shows_every_setting_and_its_default():
+    document = Path(__file__).parents[4] / "docs" / "operations.md"
+    (block,) = (item for item in blocks(document) if item.text.startswith("[deploy]"))
+    shown = tomllib.loads(block.text)["deploy"]
+    assert set(shown) | {"gpus"} == set(Settings.__struct_fields__)
+    assert read_settings(shown, {}) == Settings()
