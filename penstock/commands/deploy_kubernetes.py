@@ -25,7 +25,7 @@ def report(plan: Plan, sourced: Sourced, out: Path, *, num_files: int) -> list[s
     """Return what is told of it: the folders, the Secrets that are still to be made, and the first commands."""
     settings = plan.settings
     lines = [f"{num_files} files in {out}:"]
-    lines += [f"  {name + '/':<16} {text}" for name, text in FOLDERS.items()]
+    lines += [f"  {name + '/':<16} {text}" for name, text in FOLDERS.items() if (out / name).exists()]
     left_out = [flag(name) for name in CLUSTER_OPTIONS if name in sourced.sources]
     if left_out:
         lines.append(f"Left out, because the cluster decides: {', '.join(left_out)}")

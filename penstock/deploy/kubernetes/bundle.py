@@ -29,6 +29,7 @@ FOLDERS: Mapping[str, str] = {
 
 def manifests(plan: Plan) -> dict[str, Manifest]:
     """Return every manifest by its path in the folder."""
+    scaling = {} if plan.settings.gateway_scales else {"keda/scaledobject.yaml": monitors.scaled_object(plan)}
     return {
         "core/00-namespace.yaml": servers.namespace(plan),
         "core/server-serviceaccount.yaml": servers.service_account(plan),
@@ -43,7 +44,7 @@ def manifests(plan: Plan) -> dict[str, Manifest]:
         "core/gateway-deployment.yaml": gateways.deployment(plan),
         "core/gateway-service.yaml": gateways.service(plan),
         "core/gateway-poddisruptionbudget.yaml": servers.disruption_budget(plan, GATEWAY),
-        "keda/scaledobject.yaml": monitors.scaled_object(plan),
+        **scaling,
         "prometheus/podmonitor.yaml": monitors.pod_monitor(plan),
         "prometheus/prometheusrule.yaml": monitors.prometheus_rule(plan),
         "grafana/configmap.yaml": monitors.dashboard_config_map(plan),

@@ -15,8 +15,12 @@ def service_account(plan: Plan) -> Manifest:
 
 
 def role(plan: Plan) -> Manifest:
-    rule = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list"]}
-    return manifest("rbac.authorization.k8s.io/v1", "Role", plan, GATEWAY, rules=[rule])
+    """To find servers and, only where the gateway is to scale them, to say how many there are."""
+    rules: list[Manifest] = [{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list"]}]
+    if plan.settings.gateway_scales:
+        scale = {"apiGroups": ["apps"], "resources": ["deployments/scale"], "resourceNames": [plan.settings.name]}
+        rules.append({**scale, "verbs": ["get", "patch"]})
+    return manifest("rbac.authorization.k8s.io/v1", "Role", plan, GATEWAY, rules=rules)
 
 
 def role_binding(plan: Plan) -> Manifest:

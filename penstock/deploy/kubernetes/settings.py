@@ -34,6 +34,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     replicas: int = 2  # at least so many servers; 0: none while nobody asks, where KEDA scales
     max_replicas: int = 8
     gateways: int = 2
+    gateway_scales: bool = False  # an autoscaler of the fleet file may scale the servers; KEDA then does not
     gpus: int | None = None  # of each server; None: one for each of its ranks, where it runs on GPUs
     gpu_resource: str = "nvidia.com/gpu"
     cpu: str = "4"  # of each server
@@ -102,6 +103,8 @@ def _check(settings: Settings) -> None:
             raise ConfigError(f"deploy.{name}", value, f"give a number from {low} to {high}")
     if settings.max_replicas < settings.replicas:
         raise ConfigError("deploy.max_replicas", settings.max_replicas, f"give at least {settings.replicas}")
+    if settings.gateway_scales and settings.gateways > 1:
+        raise ConfigError("deploy.gateways", settings.gateways, "give 1 with gateway_scales: only one may scale")
     if not 0.5 <= settings.objective < 1:
         raise ConfigError("deploy.objective", settings.objective, "give a part such as 0.99")
     if settings.slow_ttft_seconds not in LATENCY_BOUNDS:

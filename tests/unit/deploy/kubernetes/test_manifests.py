@@ -1,6 +1,7 @@
 """What the manifests say: that pods drain before they end, find each other, hold no secrets and have no rights."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from penstock.config import gather
 from penstock.deploy.kubernetes.bundle import bundle, manifests
 from penstock.deploy.kubernetes.plan import make_plan
 from penstock.server import supervisor, worker
+from tests.architecture.source_tree import REPOSITORY
+from tests.custom_resources import check
 from tests.unit.deploy.plans import everything, smallest
 
 
@@ -105,6 +108,18 @@ def test_only_the_gateway_may_ask_the_cluster_and_only_for_endpoints(made):
     assert pods(made)["server"]["automountServiceAccountToken"] is False
 
 
+def test_a_gateway_that_scales_may_scale_these_servers_and_nothing_else_does():
+    made = manifests(smallest(gateway_scales=True, gateways=1))
+    assert made["core/gateway-role.yaml"]["rules"][1] == {
+        "apiGroups": ["apps"],
+        "resources": ["deployments/scale"],
+        "resourceNames": ["penstock"],
+        "verbs": ["get", "patch"],
+    }
+    check(made["core/gateway-role.yaml"])
+    assert "keda/scaledobject.yaml" not in made
+
+
 @pytest.mark.parametrize("plan", ["made", "full"])
 def test_services_budgets_and_pools_select_the_pods_they_mean(request, plan):
     made = request.getfixturevalue(plan)
@@ -194,6 +209,13 @@ def test_kserve_runs_what_the_deployment_runs(made):
     assert theirs == {name: value for name, value in ours.items() if name != "name"}
 
 
+def test_ray_serve_takes_its_configuration(full):
+    schema = pytest.importorskip("ray.serve.schema")
+    config = yaml.safe_load(full["ray/rayservice.yaml"]["spec"]["serveConfigV2"])
+    (application,) = schema.ServeDeploySchema.model_validate(config).applications
+    assert application.import_path == "penstock.deploy.ray_serve.application:build"
+
+
 def test_ray_gets_the_servers_own_options(full):
     config = yaml.safe_load(full["ray/rayservice.yaml"]["spec"]["serveConfigV2"])
     (application,) = config["applications"]
@@ -219,6 +241,19 @@ def test_every_object_is_of_the_deployment(full):
         assert metadata["name"].startswith(("qwen", "models")), path
         assert metadata.get("namespace", "models") == "models", path
         assert re.fullmatch(r"[a-z0-9-]+", metadata["name"]), path
+
+
+def test_the_image_is_the_one_that_pods_expect(made):
+    image = (REPOSITORY / "Dockerfile").read_text()
+    pod = pods(made)["server"]
+    folder = next(item["mountPath"] for item in pod["containers"][0]["volumeMounts"] if item["name"] == "cache")
+    user = pod["securityContext"]["runAsUser"]
+    assert f"USER {user}:{user}" in image
+    assert f"chown {user}:{user} {folder}" in image
+    assert 'ENTRYPOINT ["penstock"]' in image
+    extras = re.findall(r"EXTRAS=(\S+)$", image, flags=re.MULTILINE)[-1].split(",")
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert set(extras) <= set(project["optional-dependencies"])
 
 
 def test_compose_listens_on_loopback_only_and_knows_secrets_as_files():

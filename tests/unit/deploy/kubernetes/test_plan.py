@@ -111,6 +111,7 @@ def test_a_secret_is_refused_and_not_repeated(option, setting):
         ("replicas", -1),
         ("max_replicas", 1),
         ("gpus", 65),
+        ("gateways", 0),
         ("memory", "lots"),
         ("hostname", "http://x"),
         ("keys_secret", "psk_1234 secret"),
