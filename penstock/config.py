@@ -23,11 +23,11 @@ from typing import Any, Literal
 from penstock.errors import ConfigError
 
 _PREFIX = "PENSTOCK_"
-# A table of the file that is not about serving: `penstock deploy` reads it.
-_DEPLOY_TABLE = "deploy"
 _OTHER_VARIABLES = frozenset({"PENSTOCK_API_KEY"})  # the key that `penstock chat` and `penstock bench` send
 
 Group = Literal["model", "device", "memory", "scheduler", "server"]
+
+_DEPLOY_TABLE = "deploy"  # a table of the file that is not about serving: `penstock deploy` reads it
 
 
 def _option(group: Group, help: str, default: Any, **limits: Any) -> Any:
