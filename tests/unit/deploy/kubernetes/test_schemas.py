@@ -7,6 +7,8 @@ import json
 import jsonschema
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from penstock.deploy.kubernetes.bundle import FOLDERS, bundle, manifests
 from penstock.deploy.kubernetes.plan import Plan
@@ -93,6 +95,30 @@ def test_the_dashboard_is_json_and_the_same_wherever_it_is(files):
     config_map = yaml.safe_load(files["grafana/configmap.yaml"])
     assert config_map["data"]["penstock.json"] == files["grafana/penstock.json"]
     assert json.loads(files["grafana/penstock.json"])["title"] == "Penstock"
+
+
+def test_grafana_knows_every_field_of_the_dashboard(files):
+    written = json.loads(files["grafana/penstock.json"])
+    read = json.loads(JSONEncoder().encode(Dashboard.from_json(written)))
+    assert lost(written, read) == []
+
+
+def lost(written: object, read: object, path: str = "dashboard") -> list[str]:
+    """Return the paths of what was written and not read."""
+    match written, read:
+        case dict(), dict():
+            gone = [f"{path}.{name}" for name in written if name not in read]
+            return gone + [item for name in written if name in read for item in lost(written[name], read[name], name)]
+        case list(), list() if len(written) == len(read):
+            return [item for pair in zip(written, read, strict=True) for item in lost(*pair, path)]
+    return [] if written == read else [path]
+
+
+def test_what_grafana_does_not_know_would_be_noticed(files):
+    written = json.loads(files["grafana/penstock.json"])
+    written["panels"][1]["legnd"] = True
+    read = json.loads(JSONEncoder().encode(Dashboard.from_json(written)))
+    assert lost(written, read) == ["panels.legnd"]
 
 
 def test_every_folder_is_told_of(files):
