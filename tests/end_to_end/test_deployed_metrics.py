@@ -13,12 +13,11 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.deploy.kubernetes.bundle import bundle
 from tests.deployed_queries import Query, queries
 from tests.fakes.gateway_process import MODEL, GatewayProcess, kill_all, simulated_replicas, write_simulated_model
 from tests.promql import UnknownName, legend_labels, result_labels, selectors
 from tests.server_process import until
-from tests.unit.deploy.plans import smallest
+from tests.unit.deploy.plans import smallest_bundle
 
 KEY = "an-admins-key"
 LIMITED = "a-key-with-limits"
@@ -126,7 +125,7 @@ def interrupt(url: str, servers: list) -> None:
 
 @pytest.fixture(scope="module")
 def asked() -> list[Query]:
-    return queries(bundle(smallest()))
+    return queries(smallest_bundle())
 
 
 def test_every_query_names_only_what_is_there(live, asked):

@@ -58,3 +58,10 @@ def test_what_else_is_in_the_folder_stays(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("mine")
     assert run("--out", str(tmp_path)) == 0
     assert (tmp_path / "mine.yaml").read_text() == "mine"
+
+
+def test_a_model_of_this_machine_is_said_to_be_missing_in_the_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(str(tmp_path), "--out", str(tmp_path / "out")) == 0
+    assert f"{tmp_path} is a path: pods need it too" in capsys.readouterr().out

@@ -1,9 +1,11 @@
 """Deployments for tests: as little as can be said, and everything."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from penstock.config import gather
+from penstock.deploy.kubernetes.bundle import bundle
 from penstock.deploy.kubernetes.plan import Plan, make_plan
 
 EVERYTHING = """
@@ -43,6 +45,11 @@ slow_ttft_seconds = 1.0
 
 def smallest(**flags: Any) -> Plan:
     return make_plan(gather({}, environ={}), None, flags)
+
+
+@cache
+def smallest_bundle() -> dict[str, str]:
+    return bundle(smallest())
 
 
 def everything(folder: Path) -> Plan:

@@ -1,7 +1,7 @@
 import tomllib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.deploy.toml_text import toml_text
@@ -19,6 +19,7 @@ documents = st.dictionaries(
 )
 
 
+@settings(max_examples=60, deadline=None)
 @given(documents)
 def test_what_was_written_is_read(document):
     assert tomllib.loads(toml_text(document)) == document

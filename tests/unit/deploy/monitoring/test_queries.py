@@ -13,7 +13,7 @@ from penstock.deploy.monitoring.dashboard import dashboard
 from penstock.deploy.monitoring.rules import Watched, groups
 from tests.deployed_queries import queries
 from tests.promql import OWN_SERIES, UnknownName, legend_labels, plain, result_labels, selectors
-from tests.unit.deploy.plans import everything, smallest
+from tests.unit.deploy.plans import everything, smallest_bundle
 
 WATCHED = Watched("models/qwen", objective=0.99, slow_ttft_seconds=2.5)
 METRICS = {"a_total": frozenset({"kind"}), "b_bucket": frozenset({"le", "model"}), "c": frozenset({"kind"})}
@@ -22,8 +22,9 @@ DOCUMENT = Path(__file__).parents[4] / "docs" / "metrics.md"
 
 @pytest.fixture(scope="module", params=["smallest", "everything"])
 def asked(request, tmp_path_factory):
-    plan = smallest() if request.param == "smallest" else everything(tmp_path_factory.mktemp("deploy"))
-    return queries(bundle(plan))
+    if request.param == "smallest":
+        return queries(smallest_bundle())
+    return queries(bundle(everything(tmp_path_factory.mktemp("deploy"))))
 
 
 def test_every_query_is_promql(asked):
@@ -146,7 +147,7 @@ def test_every_ratio_that_an_alert_reads_is_recorded():
 
 
 def test_the_cluster_and_compose_have_the_same_alerts():
-    files = bundle(smallest())
+    files = smallest_bundle()
     cluster = yaml.safe_load(files["prometheus/prometheusrule.yaml"])["spec"]["groups"]
     compose = yaml.safe_load(files["compose/prometheus/rules.yml"])["groups"]
     names = [[rule.get("alert") for group in found for rule in group["rules"]] for found in (cluster, compose)]
