@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 import penstock
-from penstock.commands import bench, keys, rollout
+from penstock.commands import bench, deploy, keys, rollout
 from penstock.commands.flags import options_of, takes_options
 from penstock.config import Sourced
 from penstock.errors import PenstockError
@@ -31,6 +31,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench.app, name="bench")
+app.add_typer(deploy.app, name="deploy")
 app.add_typer(keys.app, name="keys")
 app.add_typer(rollout.app, name="rollout")
 

@@ -27,6 +27,8 @@ _OTHER_VARIABLES = frozenset({"PENSTOCK_API_KEY"})  # the key that `penstock cha
 
 Group = Literal["model", "device", "memory", "scheduler", "server"]
 
+_DEPLOY_TABLE = "deploy"  # a table of the file that is not about serving: `penstock deploy` reads it
+
 
 def _option(group: Group, help: str, default: Any, **limits: Any) -> Any:
     return field(default=default, metadata={"group": group, "help": help, **limits})
@@ -123,6 +125,7 @@ class Sourced:
 
     options: Options
     sources: Mapping[str, str]
+    deploy: Mapping[str, Any] = field(default_factory=dict)  # the file's [deploy] table, as it stands there
 
     def why(self, name: str) -> str:
         return self.sources.get(name, "default")
@@ -145,6 +148,7 @@ def gather(given: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ,
     types_of = typing.get_type_hints(Options)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
+    deploy: dict[str, Any] = {}
 
     def take(name: str, value: Any, source: str, shown: str) -> None:
         if name not in fields:
@@ -154,7 +158,10 @@ def gather(given: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ,
         sources[name] = source
 
     if file is not None:
-        for name, value in _read_file(file).items():
+        entries = _read_file(file)
+        if isinstance(entries.get(_DEPLOY_TABLE), dict):
+            deploy = entries.pop(_DEPLOY_TABLE)
+        for name, value in entries.items():
             take(name.replace("-", "_"), value, f"file {file}", name)
     for name in fields:
         variable = _variable(name)
@@ -163,7 +170,7 @@ def gather(given: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ,
     for name, value in given.items():
         if value is not None:
             take(name, value, "command line", flag(name))
-    return Sourced(Options(**values), sources)
+    return Sourced(Options(**values), sources, deploy)
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:

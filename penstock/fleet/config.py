@@ -25,6 +25,7 @@ class DnsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     port: int
     kind: str = "penstock"
     version: str = DEFAULT_VERSION
+    key_file: str | None = None  # as a ReplicaEntry's
     refresh_seconds: float = 5.0
 
 
@@ -36,6 +37,7 @@ class KubernetesSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     namespace: str | None = None  # None: the gateway's own
     kind: str = "penstock"
     version: str = DEFAULT_VERSION
+    key_file: str | None = None  # as a ReplicaEntry's
     refresh_seconds: float = 2.0
 
 

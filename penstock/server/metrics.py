@@ -68,10 +68,15 @@ class ServerMetrics:
         self._limited = Counter(
             "penstock_limited_requests", "Requests refused for a tenant's limit", ["limit"], registry=self._own
         )
+        self._tenant_requests = Counter(
+            "penstock_tenant_requests", "Requests for a model, by tenant", ["tenant", "status"], registry=self._own
+        )
+        self._tenant_tokens = Counter(
+            "penstock_tenant_tokens", "Tokens of a tenant's requests", ["tenant", "kind"], registry=self._own
+        )
         self._store_failures = Counter(
             "penstock_store_failures", "Transactions that the store did not take", registry=self._own
         )
-
         self._batch_requests = Counter(
             "penstock_batch_requests", "Runs of lines of batches, by outcome", ["outcome"], registry=self._own
         )
@@ -94,6 +99,15 @@ class ServerMetrics:
         self._seconds.labels(record.route).observe(record.total_seconds)
         if record.finish == "abort":
             self._gone.inc()
+        if record.model:
+            self._observe_tenant(record)
+
+    def _observe_tenant(self, record: RequestRecord) -> None:
+        # Tenants are the names of keys, so there are no more of them than the operator made.
+        self._tenant_requests.labels(record.tenant, str(record.status)).inc()
+        tokens = {"prompt": record.prompt_tokens, "cached": record.cached_tokens, "output": record.output_tokens}
+        for kind, count in tokens.items():
+            self._tenant_tokens.labels(record.tenant, kind).inc(count)
 
     def count_limit_refusal(self, limit: str) -> None:
         self._limited.labels(limit).inc()

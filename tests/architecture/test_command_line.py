@@ -14,6 +14,7 @@ TOOLS = ["gateway", "simulate", "plan-memory", "usage"]
 # Groups of commands for those who develop or operate; their flags are their own.
 GROUPS = {
     "bench": ["serve", "offline", "profile", "compare"],
+    "deploy": ["kubernetes"],
     "keys": ["create", "list", "revoke", "rotate"],
     "rollout": ["start", "status", "abort"],
 }
@@ -148,6 +149,19 @@ KEYS_FLAGS = {
     "rotate": ["--overlap", "--json"],
 }
 ROLLOUT_FLAGS = {"start": ["--fleet"], "status": ["--json", "--out"], "abort": []}
+DEPLOY_FLAGS = {
+    "kubernetes": [
+        "--out",
+        "--fleet",
+        "--name",
+        "--namespace",
+        "--image",
+        "--replicas",
+        "--max-replicas",
+        "--gpus",
+        "--hostname",
+    ],
+}
 MAX_OPTIONS = 40
 
 
@@ -203,3 +217,9 @@ def test_the_key_commands_own_flags_are_frozen(command: str) -> None:
 def test_the_rollout_commands_own_flags_are_frozen(command: str) -> None:
     own = [item for item in flags_of("rollout", command) if item not in ("--store", "--config")]
     assert own == ROLLOUT_FLAGS[command]
+
+
+@pytest.mark.parametrize("command", DEPLOY_FLAGS)
+def test_the_deployments_own_flags_are_frozen(command: str) -> None:
+    table = {flag(name) for name in OPTIONS if name != "model"} | {"--config"}
+    assert [item for item in flags_of("deploy", command) if item not in table] == DEPLOY_FLAGS[command]

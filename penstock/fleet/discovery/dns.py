@@ -23,4 +23,9 @@ class DnsDiscovery(Discovery):
         addresses = sorted({str(address[0]) for *_, address in found})
         hosts = [f"[{address}]" if ":" in address else address for address in addresses]
         section = self._section
-        return [ReplicaEntry(url=f"http://{host}:{port}", kind=section.kind, version=section.version) for host in hosts]
+        return [
+            ReplicaEntry(
+                url=f"http://{host}:{port}", kind=section.kind, version=section.version, key_file=section.key_file
+            )
+            for host in hosts
+        ]

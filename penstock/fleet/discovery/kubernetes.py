@@ -71,7 +71,12 @@ class KubernetesDiscovery(Discovery):
             for address in endpoint.get("addresses") or ()
         ]
         section = self._section
-        return [ReplicaEntry(url=f"http://{host}:{port}", kind=section.kind, version=section.version) for host in hosts]
+        return [
+            ReplicaEntry(
+                url=f"http://{host}:{port}", kind=section.kind, version=section.version, key_file=section.key_file
+            )
+            for host in hosts
+        ]
 
     def _port(self, ports: Any) -> int | None:
         wanted = self._section.port

@@ -136,6 +136,13 @@ async def test_ready_endpoints_of_a_service_are_replicas(cluster):
     ]
 
 
+async def test_replicas_that_are_found_are_asked_with_the_key_of_their_section(cluster):
+    discovery, _ = cluster
+    found = await discovery(key_file="/keys/a").find()
+    found += await DnsDiscovery(DnsSection(name="localhost", port=9000, key_file="/keys/a")).find()
+    assert {item.key_file for item in found} == {"/keys/a"}
+
+
 async def test_a_port_may_be_a_number(cluster):
     discovery, _ = cluster
     assert next(item.url for item in await discovery(port=9).find()) == "http://10.0.0.1:9"

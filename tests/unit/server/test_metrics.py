@@ -84,6 +84,25 @@ async def test_requests_are_counted_by_route_and_status(service):
     }
 
 
+async def test_each_tenants_requests_and_tokens_are_counted(service):
+    answer = (await service.chat()).json()
+    seen = await families(service)
+    (requests,) = (item for item in seen["penstock_tenant_requests"].samples if item.name.endswith("_total"))
+    assert (requests.labels["status"], requests.value) == ("200", 1)
+    samples = [item for item in seen["penstock_tenant_tokens"].samples if item.name.endswith("_total")]
+    assert {item.labels["tenant"] for item in samples} == {requests.labels["tenant"]}
+    assert {item.labels["kind"]: item.value for item in samples} == {
+        "prompt": answer["usage"]["prompt_tokens"],
+        "cached": 0,
+        "output": answer["usage"]["completion_tokens"],
+    }
+
+
+async def test_what_is_no_request_for_a_model_is_nobodys(service):
+    await service.client.get("/v1/models")
+    assert (await families(service))["penstock_tenant_requests"].samples == []
+
+
 @pytest.mark.parametrize(
     ("accept", "content_type"),
     [("", "text/plain"), ("application/openmetrics-text; version=1.0.0", "application/openmetrics-text")],

@@ -1,0 +1,67 @@
+"""`penstock deploy`: what it writes, and what it tells."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from penstock.cli import main
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PENSTOCK_STORE", "PENSTOCK_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(*arguments: str) -> int:
+    try:
+        return main(["deploy", "kubernetes", *arguments])
+    except SystemExit as ended:
+        return int(ended.code or 0)
+
+
+def test_it_writes_one_file_for_each_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert run("Qwen/Qwen3-8B", "--out", str(out), "--image", "registry.example.com/penstock:1", "--gpus", "2") == 0
+    deployment = yaml.safe_load((out / "core/server-deployment.yaml").read_text())
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == "registry.example.com/penstock:1"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    assert 'model = "Qwen/Qwen3-8B"' in (out / "core/server-configmap.yaml").read_text()
+    told = capsys.readouterr().out
+    assert f"kubectl apply -f {out}/core" in told
+    assert "penstock-keys, entry keys.toml" in told
+
+
+def test_options_that_the_cluster_decides_are_said_to_be_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--out", str(tmp_path), "--port", "9000") == 0
+    assert "Left out, because the cluster decides: --port" in capsys.readouterr().out
+
+
+def test_a_store_is_to_be_named_as_a_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--out", str(tmp_path), "--store", "postgresql://u:hunter2@db/p") == 2
+    error = capsys.readouterr().err
+    assert "store_secret" in error
+    assert "hunter2" not in error
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "core").write_text("in the way")
+    assert run("--out", str(tmp_path)) == 2
+    assert "--out" in capsys.readouterr().err
+
+
+def test_what_else_is_in_the_folder_stays(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("mine")
+    assert run("--out", str(tmp_path)) == 0
+    assert (tmp_path / "mine.yaml").read_text() == "mine"
+
+
+def test_a_model_of_this_machine_is_said_to_be_missing_in_the_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(str(tmp_path), "--out", str(tmp_path / "out")) == 0
+    assert f"{tmp_path} is a path: pods need it too" in capsys.readouterr().out

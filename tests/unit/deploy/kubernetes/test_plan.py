@@ -1,0 +1,165 @@
+"""From the options of `penstock serve` to the files in the cluster, and back."""
+
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from penstock.config import gather
+from penstock.deploy.kubernetes.plan import make_plan
+from penstock.deploy.kubernetes.settings import Settings, read_settings
+from penstock.errors import ConfigError
+from penstock.fleet.fleet_file import read_fleet
+from tests.architecture.markdown import blocks
+from tests.unit.deploy.plans import everything, smallest
+
+
+def written(folder: Path, files, name: str) -> Path:
+    path = folder / name
+    path.write_text(files[name])
+    return path
+
+
+def test_a_server_in_the_cluster_has_the_options_that_were_given(tmp_path):
+    plan = everything(tmp_path)
+    read = gather({}, environ={}, file=written(tmp_path, plan.server_files, "serve.toml")).options
+    # The store's URL comes from its Secret.
+    assert read == plan.options
+    assert read.model == "Qwen/Qwen3-8B"
+    assert read.kv_memory == "20GiB"
+    assert read.prefix_cache is False
+    assert read.drain_seconds == 90.5
+
+
+def test_what_the_cluster_decides_is_not_taken_from_this_machine(tmp_path):
+    options = everything(tmp_path).options
+    assert (options.host, options.port, options.log_format) == ("0.0.0.0", 8000, "json")
+    assert options.cache_dir == "/var/cache/penstock"
+
+
+def test_files_that_options_name_travel_along(tmp_path):
+    plan = everything(tmp_path)
+    assert "message.content" in plan.server_files["chat_template.jinja"]
+    assert plan.options.chat_template == "/etc/penstock/server/chat_template.jinja"
+    assert tomllib.loads(plan.server_files["shared_prefixes.toml"])["prefixes"]
+
+
+def test_the_same_file_serves_and_deploys(tmp_path):
+    config = tmp_path / "penstock.toml"
+    config.write_text("max_running = 8\n[deploy]\nreplicas = 3\n")
+    sourced = gather({}, environ={}, file=config)
+    assert sourced.options.max_running == 8
+    assert make_plan(sourced, None, {}).settings.replicas == 3
+
+
+def test_a_flag_stands_above_the_table(tmp_path):
+    config = tmp_path / "penstock.toml"
+    config.write_text('[deploy]\nreplicas = 3\nname = "a"\n')
+    settings = make_plan(gather({}, environ={}, file=config), None, {"replicas": 5, "name": None}).settings
+    assert (settings.replicas, settings.name) == (5, "a")
+
+
+def test_an_option_that_is_called_deploy_is_still_no_option(tmp_path):
+    config = tmp_path / "penstock.toml"
+    config.write_text("deploy = 3\n")
+    with pytest.raises(ConfigError, match="no such option"):
+        gather({}, environ={}, file=config)
+
+
+def test_the_gateway_finds_the_servers_and_asks_them_with_its_key(tmp_path):
+    fleet = read_fleet(written(tmp_path, smallest().gateway_files, "fleet.toml"))
+    (section,) = fleet.discovery.kubernetes
+    assert (section.service, section.port, section.key_file) == ("penstock", "http", "/etc/penstock/metrics/key")
+
+
+def test_what_the_operator_said_of_the_fleet_stays(tmp_path):
+    fleet = read_fleet(written(tmp_path, everything(tmp_path).gateway_files, "fleet.toml"))
+    assert fleet.policy == "session-affinity"
+    assert fleet.aliases == {"gpt-4o": "qwen"}
+    assert fleet.queue.hold_seconds == 120.0
+    assert fleet.discovery.kubernetes
+
+
+def test_a_fleet_that_says_where_replicas_are_is_left_as_it_is(tmp_path):
+    mine = tmp_path / "mine.toml"
+    mine.write_text('[[replicas]]\nurl = "http://10.0.0.1:8000"\nkind = "vllm"\n')
+    plan = make_plan(gather({}, environ={}), mine, {})
+    assert read_fleet(written(tmp_path, plan.gateway_files, "fleet.toml")) == read_fleet(mine)
+
+
+def test_the_gateway_takes_its_options(tmp_path):
+    options = gather({}, environ={}, file=written(tmp_path, everything(tmp_path).gateway_files, "gateway.toml")).options
+    assert (options.port, options.drain_seconds, options.host) == (8080, 90.5, "0.0.0.0")
+
+
+@pytest.mark.parametrize(("option", "setting"), [("store", "store_secret"), ("keys", "keys_secret")])
+def test_a_secret_is_refused_and_not_repeated(option, setting):
+    sourced = gather({option: "postgresql://user:hunter2@db/penstock"}, environ={})
+    with pytest.raises(ConfigError, match=setting) as caught:
+        make_plan(sourced, None, {})
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("name", "Penstock"),
+        ("name", "a" * 41),
+        ("namespace", "-x"),
+        ("image", "a b"),
+        ("replicas", -1),
+        ("max_replicas", 1),
+        ("gpus", 65),
+        ("gateways", 0),
+        ("memory", "lots"),
+        ("hostname", "http://x"),
+        ("keys_secret", "psk_1234 secret"),
+        ("objective", 1.0),
+        ("slow_ttft_seconds", 2.0),
+        ("startup_seconds", 1),
+        ("prometheus_url", "prometheus"),
+    ],
+)
+def test_a_wrong_setting_is_named(name, value):
+    with pytest.raises(ConfigError, match=f"deploy.{name}"):
+        smallest(**{name: value})
+
+
+def test_an_unknown_setting_is_named(tmp_path):
+    config = tmp_path / "penstock.toml"
+    config.write_text("[deploy]\nreplcas = 3\n")
+    with pytest.raises(ConfigError, match="replcas"):
+        make_plan(gather({}, environ={}, file=config), None, {})
+
+
+def test_a_file_that_is_wrong_is_told_before_anything_is_deployed(tmp_path):
+    prefixes = tmp_path / "prefixes.toml"
+    prefixes.write_text("nothing = 1\n")
+    with pytest.raises(ConfigError, match="--shared-prefixes"):
+        make_plan(gather({"shared_prefixes": str(prefixes)}, environ={}), None, {})
+
+
+def test_every_option_survives(tmp_path):
+    """Each option alone, with a value that is not its default."""
+    owned = {"host", "port", "keys", "store", "admin_listen", "cache_dir", "log_format", "chat_template"}
+    values = {bool: "false", int: "16", float: "7.5"}
+    for item in dataclasses.fields(gather({}, environ={}).options):
+        if item.name in owned | {"shared_prefixes", "tensor_parallel"}:
+            continue
+        choices = item.metadata.get("choices")
+        kind = next((kind for kind in values if kind.__name__ in str(item.type)), None)
+        value = choices[-1] if choices else values[kind] if kind else "1GiB"
+        value = str(item.metadata["low"]) if kind is int and item.metadata["low"] > 16 else value
+        sourced = gather({item.name: value}, environ={})
+        plan = make_plan(sourced, None, {})
+        read = gather({}, environ={}, file=written(tmp_path, plan.server_files, "serve.toml")).options
+        assert getattr(read, item.name) == getattr(sourced.options, item.name), item.name
+
+
+def test_the_documentation_shows_every_setting_and_its_default():
+    document = Path(__file__).parents[4] / "docs" / "operations.md"
+    (block,) = (item for item in blocks(document) if item.text.startswith("[deploy]"))
+    shown = tomllib.loads(block.text)["deploy"]
+    assert set(shown) | {"gpus"} == set(Settings.__struct_fields__)
+    assert read_settings(shown, {}) == Settings()

@@ -1,0 +1,114 @@
+"""When alerts fire, by Prometheus's own engine: `promtool test rules` over made-up series."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.deploy.monitoring.rules import Watched, groups
+
+PROMTOOL = shutil.which("promtool")
+pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not here (Debian: apt install prometheus)")
+
+SERVER, GATEWAY = 'job="penstock-server", instance="s"', 'job="penstock-gateway", instance="g"'
+REQUESTS = "penstock_gateway_requests_total"
+HEALTHY = {
+    f"up{{{SERVER}}}": "1+0x120",
+    f"penstock_engine_up{{{SERVER}}}": "1+0x120",
+    f'{REQUESTS}{{{GATEWAY}, model="m", status="200"}}': "0+600x120",
+    f'penstock_gateway_replicas{{{GATEWAY}, standing="ready"}}': "2+0x120",
+}
+
+
+def fires(tmp_path: Path, series: dict[str, str], *alerts: str) -> bool:
+    """Whether any of the alerts fires over these series, which have a sample each minute, after 100 minutes."""
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": groups(Watched("penstock", 0.99, 2.5))}))
+    test: dict[str, Any] = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "alert_rule_test": [{"eval_time": "100m", "alertname": alert, "exp_alerts": []} for alert in alerts],
+    }
+    document = {"rule_files": ["rules.yml"], "evaluation_interval": "5m", "tests": [test]}
+    (tmp_path / "test.yml").write_text(yaml.safe_dump(document))
+    command = [str(PROMTOOL), "test", "rules", str(tmp_path / "test.yml")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    output = result.stdout + result.stderr
+    assert "SUCCESS" in output or "got:" in output, output
+    return result.returncode != 0
+
+
+ALERTS = sorted(
+    {rule["alert"] for group in groups(Watched("p", 0.99, 2.5)) for rule in group["rules"] if "alert" in rule}
+)
+
+
+def test_nothing_fires_while_all_is_well(tmp_path):
+    assert not fires(tmp_path, HEALTHY, *ALERTS)
+
+
+def bucket(name: str, bound: str, values: str) -> dict[str, str]:
+    return {f'{name}_bucket{{{SERVER}, le="{bound}"}}': values}
+
+
+TROUBLE = {
+    # One request in five fails; the budget is one in a hundred.
+    "PenstockErrorBudgetBurns": {f'{REQUESTS}{{{GATEWAY}, model="m", status="500"}}': "0+150x120"},
+    "PenstockLatencyBudgetBurns": {
+        **bucket("penstock_time_to_first_token_seconds", "2.5", "0+60x120"),
+        f"penstock_time_to_first_token_seconds_count{{{SERVER}}}": "0+100x120",
+    },
+    "PenstockPromiseBudgetBurns": {
+        f'penstock_promises_total{{{SERVER}, kind="ttft", outcome="kept"}}': "0+60x120",
+        f'penstock_promises_total{{{SERVER}, kind="ttft", outcome="broken"}}': "0+30x120",
+    },
+    "PenstockServerDown": {f"up{{{SERVER}}}": "0+0x120"},
+    "PenstockGatewayDown": {f"up{{{GATEWAY}}}": "0+0x120"},
+    "PenstockEngineDown": {f"penstock_engine_up{{{SERVER}}}": "0+0x120"},
+    "PenstockNoReplicaReady": {f'penstock_gateway_replicas{{{GATEWAY}, standing="ready"}}': "0+0x120"},
+    "PenstockCacheCorrupted": {f"penstock_canary_failures_total{{{SERVER}}}": "0+1x120"},
+    "PenstockCacheFull": {
+        f"penstock_kv_cache_utilization{{{SERVER}}}": "0.99+0x120",
+        f"penstock_preemptions_total{{{SERVER}}}": "0+5x120",
+    },
+    "PenstockQueueLong": {
+        **bucket("penstock_queue_seconds", "2.5", "0+10x120"),
+        **bucket("penstock_queue_seconds", "5.0", "0+60x120"),
+        **bucket("penstock_queue_seconds", "+Inf", "0+60x120"),
+    },
+    "PenstockRefusesRequests": {
+        f'penstock_refused_requests_total{{{SERVER}, reason="ttft"}}': "0+30x120",
+        f"penstock_queue_seconds_count{{{SERVER}}}": "0+60x120",
+    },
+    "PenstockStoreFails": {f"penstock_store_failures_total{{{SERVER}}}": "0+1x120"},
+    "PenstockReplicaEjected": {f'penstock_gateway_replica_ejections{{{GATEWAY}, replica="r"}}': "0+1x120"},
+    "PenstockStreamsLost": {f'penstock_gateway_resumptions_total{{{GATEWAY}, outcome="lost"}}': "0+1x120"},
+    "PenstockGatewayQueueLong": {f"penstock_gateway_waiting_requests{{{GATEWAY}}}": "3+0x120"},
+}
+
+
+@pytest.mark.parametrize("alert", sorted(TROUBLE))
+def test_it_fires_when_it_should(tmp_path, alert):
+    assert fires(tmp_path, {**HEALTHY, **TROUBLE[alert]}, alert)
+
+
+def test_servers_that_are_gone_are_noticed(tmp_path):
+    gone = {name: values for name, values in HEALTHY.items() if "server" not in name}
+    assert fires(tmp_path, gone, "PenstockNoServers")
+
+
+def test_every_alert_is_tried():
+    assert sorted([*TROUBLE, "PenstockNoServers"]) == ALERTS
+
+
+def test_a_fleet_without_any_replica_burns_its_budget(tmp_path):
+    """Then no model is known, and what is refused is counted under none."""
+    refused = {f'{REQUESTS}{{{GATEWAY}, model="", status="503"}}': "0+600x120"}
+    assert fires(tmp_path, refused, "PenstockErrorBudgetBurns")
+
+
+def test_an_error_that_is_over_stops_burning(tmp_path):
+    over = {f'{REQUESTS}{{{GATEWAY}, model="m", status="500"}}': "0+150x2 300+0x118"}
+    assert not fires(tmp_path, {**HEALTHY, **over}, "PenstockErrorBudgetBurns")
