@@ -19,10 +19,10 @@ from penstock.errors import (
     RequestError,
     TargetUnreachable,
 )
+from penstock.metering.meter import Charge
 from penstock.protocol.errors import CATALOGUE
 from penstock.protocol.generation import PromptTokensDetails, Usage
 from penstock.request import FinishReason
-from penstock.server.quota import Charge
 from penstock.server.text_assembly import TextAssembler, TextPiece
 
 

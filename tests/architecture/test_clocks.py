@@ -9,7 +9,7 @@ STAMPS = {
     "commands.profile": "the date of a profile",
     "commands.usage": "today, as the first day to show",
     "store.key_ring": "when keys expire, which is a date",
-    "server.quota": "the day that usage is booked to",
+    "metering.meter": "the day that usage is booked to",
     "fleet.router.app": "when a decision was made, for /admin/decisions",
     "store.database": "moments that several servers share: they have no other clock in common",
     "server.worker": "when the server started, for /v1/models",

@@ -17,6 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("models",),
     ("parallel", "kernels"),
+    ("metering",),
     ("protocol", "store"),
 )
 # The bottom. They see each other, and nothing above.

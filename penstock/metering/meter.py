@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from concurrent.futures import Executor
 
 from penstock.errors import EngineUnavailable, LimitReached, Overloaded, StoreUnavailable
+from penstock.metering.books import Books
+from penstock.metering.counts import StoreMetrics
 from penstock.protocol.errors import CATALOGUE
 from penstock.request import Tier
-from penstock.server.books import Books
-from penstock.server.metrics import ServerMetrics
 from penstock.store.buckets import Bucket
 from penstock.store.ledger import day_of
 from penstock.store.quotas import RENEW_SECONDS, Lease, Need, QuotaStore, Refusal, Spent
@@ -67,10 +67,10 @@ class Charge:
 
 
 class Meter:
-    """The limits and the books of one API worker; without a store it notes nothing, and nobody with limits gets in."""
+    """The limits and the books of one process; without a store it notes nothing, and nobody with limits gets in."""
 
     def __init__(
-        self, metrics: ServerMetrics, *, thread: Executor, quotas: QuotaStore | None = None, books: Books | None = None
+        self, metrics: StoreMetrics, *, thread: Executor, quotas: QuotaStore | None = None, books: Books | None = None
     ) -> None:
         self._metrics = metrics
         self._thread = thread
