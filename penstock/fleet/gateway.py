@@ -24,6 +24,8 @@ from penstock.fleet.router.health import HealthMonitor
 from penstock.fleet.router.metrics import GatewayMetrics
 from penstock.fleet.router.proxy import Proxy
 from penstock.fleet.router.upstream import new_session
+from penstock.metering.counts import StoreCounts
+from penstock.metering.meter import Meter
 from penstock.store.key_ring import KeyRing
 from penstock.telemetry import log_event
 
@@ -37,13 +39,20 @@ class Gateway:
     """Make it in an event loop, `start` it, and `stop` it there."""
 
     def __init__(
-        self, config: FleetConfig, ring: KeyRing | None = None, *, max_body_bytes: int = 8 * 1024 * 1024
+        self,
+        config: FleetConfig,
+        ring: KeyRing | None = None,
+        *,
+        meter: Meter | None = None,
+        counts: StoreCounts | None = None,
+        max_body_bytes: int = 8 * 1024 * 1024,
     ) -> None:
+        """`meter` counts what goes to servers that do not count themselves, and `counts` is what it tells of that."""
         self._config = config
         self.pool = ReplicaPool(config.health)
         self._session = new_session(config.health)
         dispatcher = Dispatcher(config, self.pool)
-        metrics = GatewayMetrics(self.pool, dispatcher)
+        metrics = GatewayMetrics(self.pool, dispatcher, counts if counts is not None else StoreCounts())
         self.registration = Registration(self.pool, config.discovery.lease_seconds)
         self.monitor = HealthMonitor(self.pool, self._session, dispatcher.call_waiting)
         self.context = GatewayContext(
@@ -56,6 +65,7 @@ class Gateway:
             decisions=DecisionLog(),
             registration=self.registration,
             max_body_bytes=max_body_bytes,
+            meter=meter,
         )
         self._runners: list[web.AppRunner] = []
         self._tasks: list[asyncio.Task[None]] = []

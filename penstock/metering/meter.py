@@ -89,7 +89,7 @@ class Meter:
         if isinstance(outcome, Refusal):
             if need.tier is Tier.ONLINE:  # a batch only waits
                 self._metrics.count_limit_refusal(outcome.limit)
-                self.book(Usage(tenant=caller.tenant, model=model, day=day_of(time.time()), refused=1), None)
+                self.book_refusal(caller.tenant, model)
             raise LimitReached(
                 outcome.limit,
                 outcome.most,
@@ -99,6 +99,10 @@ class Meter:
         if outcome.tier is Tier.ONLINE:
             self._held[outcome.id] = outcome.tenant
         return Charge(self, caller.tenant, model, outcome)
+
+    def book_refusal(self, tenant: str, model: str) -> None:
+        """Note a request that got no answer for a limit or a full queue."""
+        self.book(Usage(tenant=tenant, model=model, day=day_of(time.time()), refused=1), None)
 
     def forget(self, lease: Lease | None) -> None:
         """Renew a lease no more."""

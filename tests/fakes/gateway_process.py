@@ -19,10 +19,10 @@ MODEL = "tiny"
 class GatewayProcess:
     """One running gateway. Use as a context manager; leaves no process behind."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, store: str = "none") -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "penstock", "gateway", *arguments, "--port", "0", "--store", "none"],
+            [sys.executable, "-m", "penstock", "gateway", *arguments, "--port", "0", "--store", store],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True,
         )  # fmt: skip
         self.lines: list[str] = []

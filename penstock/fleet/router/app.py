@@ -29,6 +29,7 @@ from penstock.errors import (
 from penstock.fleet.config import FleetConfig
 from penstock.fleet.discovery.registration import Registration
 from penstock.fleet.replica import ReplicaPool
+from penstock.fleet.router.account import Account
 from penstock.fleet.router.admin import admin_routes
 from penstock.fleet.router.decisions import Decision, DecisionLog
 from penstock.fleet.router.dispatch import Dispatcher
@@ -36,6 +37,7 @@ from penstock.fleet.router.downstream import ClientGone
 from penstock.fleet.router.metrics import GatewayMetrics
 from penstock.fleet.router.proxy import Proxy
 from penstock.fleet.router.query import RouteQuery, read_head
+from penstock.metering.meter import Meter
 from penstock.protocol.errors import reply_for
 from penstock.protocol.health import Health
 from penstock.protocol.models import Model, ModelList
@@ -67,6 +69,7 @@ class GatewayContext:
     decisions: DecisionLog
     registration: Registration
     max_body_bytes: int
+    meter: Meter | None = None  # None: the gateway counts nothing itself
     draining: bool = False
 
 
@@ -135,6 +138,7 @@ class _Routes:
             response = await context.proxy.forward(
                 request, body, query, record, decision,
                 streams=bool(head.stream), priority=caller.terms.priority or 0, has_keys=not context.ring.is_open,
+                account=Account(context.meter, caller, model, head), hides_usage=not head.wants_usage,
             )  # fmt: skip
             decision.status = response.status
             return response

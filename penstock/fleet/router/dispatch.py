@@ -68,6 +68,16 @@ class Dispatcher:
     def num_waiting(self) -> int:
         return sum(len(lane.room) for lane in self._lanes.values())
 
+    def counts_nowhere(self, model: str) -> bool:
+        """Whether every replica of a model is one that does not count usage itself."""
+        replicas = self._pool.serving(model)
+        return bool(replicas) and not any(replica.adapter.counts_usage for replica in replicas)
+
+    def max_context_tokens(self, model: str) -> int | None:
+        """Return the longest context of a model, as far as its replicas tell."""
+        served = self._pool.models().get(model)
+        return served.max_context_tokens if served is not None else None
+
     async def acquire(self, wish: Wish) -> Placement:
         """Return a place for a request. Raises UnknownModel, Overloaded or EngineUnavailable."""
         lane = self._lane(wish.query.model)

@@ -13,10 +13,13 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from penstock.errors import EngineFailed, LimitReached, Overloaded, PenstockError
+from penstock.errors import EngineFailed, EngineUnavailable, LimitReached, Overloaded, PenstockError
+from penstock.fleet.replica import Replica
+from penstock.fleet.router.account import Account
 from penstock.fleet.router.decisions import ROUTE_HEADER, Decision
 from penstock.fleet.router.dispatch import Dispatcher, Placement, Wish
 from penstock.fleet.router.downstream import Downstream, StalledReaders
+from penstock.fleet.router.foreign_usage import UsageReader, asking_for_usage, read_whole
 from penstock.fleet.router.metrics import GatewayMetrics
 from penstock.fleet.router.query import RouteQuery
 from penstock.fleet.router.upstream import (
@@ -58,6 +61,8 @@ class _Exchange:
     decision: Decision
     priority: int
     has_keys: bool
+    account: Account
+    hides_usage: bool  # a stream's caller did not ask what it cost
     seed: int  # for a stream that may move to another replica: there it must draw the same
     avoid: set[str] = field(default_factory=set)
     num_failures: int = 0  # in a row
@@ -82,16 +87,30 @@ class Proxy:
         streams: bool,
         priority: int,
         has_keys: bool,
+        account: Account,
+        hides_usage: bool,
     ) -> web.StreamResponse:
         """Answer a request with what a replica answers. Raises PenstockError where none does, and ClientGone."""
         seed = random.getrandbits(56)
-        exchange = _Exchange(request, body, query, streams, record, decision, priority, has_keys, seed)
+        exchange = _Exchange(
+            request, body, query, streams, record, decision, priority, has_keys, account, hides_usage, seed
+        )
+        try:
+            if self._dispatcher.counts_nowhere(query.model):
+                await account.open(record, self._dispatcher.max_context_tokens(query.model))
+            return await self._answer(exchange)
+        finally:
+            account.close(record)
+
+    async def _answer(self, exchange: _Exchange) -> web.StreamResponse:
         while True:
             try:
                 placement = await self._place(exchange)
-            except Overloaded:
-                if exchange.refusal is None:
+            except (Overloaded, EngineUnavailable) as error:
+                if exchange.refusal is None or not isinstance(error, Overloaded):
+                    exchange.account.refuse(exchange.record)
                     raise
+                exchange.account.fail(exchange.record, exchange.refusal.status)
                 return _error_response(exchange)  # the replica's own refusal says more
             try:
                 response = await self._attempt(exchange, placement)
@@ -100,6 +119,8 @@ class Proxy:
             if response is not None:
                 return response
             if exchange.num_failures >= MAX_ATTEMPTS:
+                assert exchange.refusal is not None
+                exchange.account.fail(exchange.record, exchange.refusal.status)
                 return _error_response(exchange)
             self._metrics.retries.inc()
 
@@ -114,8 +135,12 @@ class Proxy:
     async def _attempt(self, exchange: _Exchange, placement: Placement) -> web.StreamResponse | None:
         """Send the request to one replica; None where another should be tried."""
         replica = placement.replica
+        if replica.adapter.counts_usage:
+            exchange.account.leave_to_replica()
+        else:
+            await exchange.account.open(exchange.record, self._dispatcher.max_context_tokens(exchange.query.model))
         try:
-            async with await self._open(exchange, placement, exchange.body) as upstream:
+            async with await self._open(exchange, placement, _body_for(exchange, replica)) as upstream:
                 if upstream.status in RETRIED_STATUSES or upstream.status == 429:
                     if await self._is_final(exchange, placement, upstream):
                         return _error_response(exchange)
@@ -125,12 +150,27 @@ class Proxy:
                     return await self._pass_events(exchange, placement, upstream)
                 whole = await upstream.read()
                 replica.breaker.on_success()
+                if not replica.adapter.counts_usage:
+                    await self._settle_whole(exchange, upstream.status, whole)
                 headers = self._headers(exchange, upstream)
                 return web.Response(status=upstream.status, body=whole, headers=headers)
         except UPSTREAM_ERRORS as error:
             note_failure(replica, error)
             self._note_failure(exchange, placement, reply_for(EngineFailed("a replica failed before it answered")))
             return None
+
+    async def _settle_whole(self, exchange: _Exchange, status: int, body: bytes) -> None:
+        if status >= 400:
+            exchange.account.fail(exchange.record, status)
+            return
+        read_whole(body, exchange.record)
+        await self._settle(exchange)
+
+    async def _settle(self, exchange: _Exchange) -> None:
+        """Write what a foreign server's answer cost before its last byte leaves."""
+        if exchange.account.is_kept and exchange.record.usage_source:
+            self._metrics.estimated_usage.inc()
+        await exchange.account.settle(exchange.record)
 
     async def _open(self, exchange: _Exchange, placement: Placement, body: bytes) -> aiohttp.ClientResponse:
         replica = placement.replica
@@ -151,6 +191,7 @@ class Proxy:
         if upstream.status == 429:
             exchange.refusal = reply
             if code == LimitReached.code:
+                exchange.account.fail(exchange.record, 429)
                 return True
             self._dispatcher.note_full(placement.replica, retry_after_seconds(upstream.headers))
             return False
@@ -168,6 +209,8 @@ class Proxy:
         try:
             if upstream.headers.get(FRAMES_HEADER) is not None:
                 await self._pass_frames(exchange, placement, upstream, downstream)
+            elif exchange.account.is_kept and not placement.replica.adapter.counts_usage:
+                await self._pass_counted(exchange, placement, upstream, downstream)
             else:
                 await self._pass_stream(exchange, placement, upstream, downstream)
         finally:
@@ -187,6 +230,28 @@ class Proxy:
             await self._end_with_error(exchange, downstream, b"")
             return
         placement.replica.breaker.on_success()
+        await downstream.end()
+
+    async def _pass_counted(
+        self, exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse, downstream: Downstream
+    ) -> None:
+        """Pass a foreign server's stream on, and book what it cost before its end is passed on too."""
+        reader = UsageReader(exchange.record, hides_usage=exchange.hides_usage)
+        try:
+            while data := await upstream.content.readany():
+                if passed := reader.feed(data):
+                    await downstream.write(passed)
+        except UPSTREAM_ERRORS as error:
+            if not downstream.was_slow:
+                note_failure(placement.replica, error)
+            await self._end_with_error(exchange, downstream, b"")
+            return
+        finally:
+            reader.note_cost()
+        placement.replica.breaker.on_success()
+        await self._settle(exchange)
+        if rest := reader.last_bytes():
+            await downstream.write(rest)
         await downstream.end()
 
     async def _pass_frames(
@@ -255,7 +320,7 @@ class Proxy:
     # ------------------------------------------------------------ notes
 
     def _headers(self, exchange: _Exchange, upstream: aiohttp.ClientResponse) -> dict[str, str]:
-        headers = response_headers(upstream.headers)
+        headers = response_headers(upstream.headers) | exchange.account.headers
         headers["x-request-id"] = exchange.record.request_id
         headers[ROUTE_HEADER] = exchange.decision.header()
         return headers
@@ -305,6 +370,15 @@ class _FramedStream:
         except BrokenFrames as error:
             breaker.on_failure(str(error))
         return came
+
+
+def _body_for(exchange: _Exchange, replica: Replica) -> bytes:
+    """Return the body for a replica: where we must count what a stream costs, it is asked to tell."""
+    counted = exchange.account.is_kept and not replica.adapter.counts_usage
+    path = exchange.request.rel_url.raw_path
+    if counted and exchange.streams and exchange.hides_usage and path.endswith("/completions"):
+        return asking_for_usage(exchange.body)
+    return exchange.body
 
 
 def _continuation(body: bytes, stream: _FramedStream) -> bytes:

@@ -1,8 +1,9 @@
 """Replicas without servers, and a gateway in front of fake servers."""
 
+import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import aiohttp
@@ -14,6 +15,7 @@ from penstock.fleet.config import FleetConfig, HealthSection, QueueSection, Repl
 from penstock.fleet.gateway import Gateway
 from penstock.fleet.replica import Replica
 from penstock.fleet.router.query import RouteQuery, read_head
+from penstock.metering.tenancy import Tenancy
 from penstock.store.key_ring import KeyRing
 from tests.fakes.fake_replica import FakeReplica
 
@@ -68,10 +70,15 @@ async def running_gateway(
     config: FleetConfig = QUICK,
     ring: KeyRing | None = None,
     kind: str = "penstock",
+    tenancy: Tenancy | None = None,
     **entry: int,
 ) -> AsyncIterator[Running]:
     entries = tuple(ReplicaEntry(url=replica.url, kind=kind, **entry) for replica in replicas)
-    gateway = Gateway(msgspec.structs.replace(config, replicas=entries), ring, max_body_bytes=4096)
+    config = msgspec.structs.replace(config, replicas=config.replicas + entries)
+    meter = None
+    if tenancy is not None:
+        ring, meter = tenancy.ring, tenancy.meter
+    gateway = Gateway(config, ring, meter=meter, max_body_bytes=4096)
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
     await gateway.start(listener, drain_seconds=0.5)
@@ -80,3 +87,11 @@ async def running_gateway(
             yield Running(gateway, f"http://127.0.0.1:{listener.getsockname()[1]}", client)
     finally:
         await gateway.stop()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    for _ in range(600):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the condition never came true")

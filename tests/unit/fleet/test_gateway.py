@@ -17,7 +17,7 @@ from penstock.protocol.frames import FRAMES_HEADER, failure_frame, frame, last_f
 from penstock.store.key_ring import KeyRing
 from penstock.tenants import ApiKey, KeyTerms
 from tests.fakes.fake_replica import FakeReplica
-from tests.unit.fleet.conftest import QUICK, running_gateway
+from tests.unit.fleet.conftest import QUICK, running_gateway, until
 from tests.unit.server.sse import events_in, text_of
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -399,14 +399,6 @@ async def all_running(replicas):
         for replica in replicas:
             await stack.enter_async_context(replica.running())
         yield
-
-
-async def until(condition):
-    for _ in range(600):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("the condition never came true")
 
 
 async def until_asked(running, replica):
