@@ -22,6 +22,8 @@ _ESTIMATE = "estimate"
 
 # A quote that stands in an answer's text is escaped, so that this is never found inside one.
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
+# A chunk with text in it: foreign servers send one for each token, or for few.
+_TEXT = re.compile(rb'"(?:content|text)"\s*:\s*"(?!")')
 _END = re.compile(rb"\r?\n\r?\n")
 _DONE = b"[DONE]"
 
@@ -98,7 +100,7 @@ class UsageReader:
         self._hides_usage = hides_usage
         self._rest = b""
         self._end = b""
-        self._num_chunks = 0
+        self._num_texts = 0
         self._is_told = False
 
     def feed(self, data: bytes) -> bytes:
@@ -107,7 +109,7 @@ class UsageReader:
             self._end += data
             return b""
         if not self._rest and data.endswith(b"\n\n") and _DONE not in data and not _USAGE.search(data):
-            self._num_chunks += data.count(b"data:")
+            self._num_texts += len(_TEXT.findall(data))
             return data
         data = self._rest + data
         passed: list[bytes] = []
@@ -133,14 +135,13 @@ class UsageReader:
     def note_cost(self) -> None:
         """Write into the record what the stream cost so far."""
         if not self._is_told:
-            # Foreign servers send a chunk for each token, or for few; the first has only the role.
-            self._record.output_tokens = max(0, self._num_chunks - 1)
+            self._record.output_tokens = self._num_texts
             self._record.usage_source = _ESTIMATE
 
     def _take(self, event: bytes) -> bool:
         """Read one event; return whether the caller gets it."""
+        self._num_texts += len(_TEXT.findall(event))
         start = event.find(b"data:")
-        self._num_chunks += start >= 0
         if not _USAGE.search(event):
             return True
         try:

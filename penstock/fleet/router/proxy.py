@@ -195,7 +195,9 @@ class Proxy:
                 return True
             self._dispatcher.note_full(placement.replica, retry_after_seconds(upstream.headers))
             return False
-        note_refusal(placement.replica, upstream.status, code)
+        # One request that a server cannot digest must not have it ejected, however often it is tried there.
+        if placement.replica.url not in exchange.avoid:
+            note_refusal(placement.replica, upstream.status, code)
         self._note_failure(exchange, placement, reply)
         return False
 

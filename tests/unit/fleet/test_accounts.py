@@ -137,7 +137,7 @@ async def test_a_caller_who_leaves_pays_for_what_was_made(tenancy):
             seen += await response.content.readany()
         response.close()
         await until(lambda: booked(tenancy) is not None)
-    assert booked(tenancy) == (1, 2, 0, 5, 0, 0)
+    assert booked(tenancy) == (1, 2, 0, 6, 0, 0)
 
 
 async def test_a_penstock_replica_counts_itself_and_nothing_is_counted_twice(tenancy):

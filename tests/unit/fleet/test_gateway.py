@@ -105,6 +105,12 @@ async def test_a_request_that_fails_everywhere_is_given_up_after_three():
         assert sum(len(replica.received) for replica in replicas) == 3
 
 
+async def test_a_request_that_its_only_replica_cannot_digest_does_not_have_it_ejected():
+    async with FakeReplica(answer=refuse(500)).running() as one, running_gateway(one) as running:
+        assert (await running.ask()).status == 500
+        assert running.gateway.pool.find(one.url).is_usable
+
+
 async def test_the_callers_own_mistakes_pass_through_once():
     async with FakeReplica(answer=refuse(400, "invalid_parameter")).running() as one, FakeReplica().running() as two:
         two.answer = one.answer
