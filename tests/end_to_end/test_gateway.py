@@ -83,6 +83,8 @@ SAMPLINGS = {
     "greedy": {"temperature": 0},
     "seeded": {"temperature": 1.0, "seed": 7},
     "penalised, with stop texts": {"temperature": 0, "stop": ["never to be seen"], "frequency_penalty": 0.5},
+    "two choices": {"temperature": 1.0, "seed": 7, "n": 2},
+    "scored": {"temperature": 0, "logprobs": True, "top_logprobs": 2},
 }
 
 
@@ -129,8 +131,19 @@ def register(gateway, url):
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_a_stream_whose_replica_is_killed_goes_on_identically(survived, name):
     events, expected = survived[name]
-    assert text_of(events) == text_of(expected)
+    for index in range(SAMPLINGS[name].get("n", 1)):
+        assert text_of(events, index) == text_of(expected, index)
     assert events[-1] == "[DONE]"
+
+
+def test_every_token_of_a_moved_stream_has_its_score_once(survived):
+    def scores(events):
+        choices = [choice for event in events[:-1] for choice in event["choices"] if choice.get("logprobs")]
+        return [item for choice in choices for item in choice["logprobs"]["content"]]
+
+    events, expected = survived["scored"]
+    assert len(scores(expected)) == 100
+    assert [item["token"] for item in scores(events)] == [item["token"] for item in scores(expected)]
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -138,9 +151,10 @@ def test_ids_roles_finish_and_usage_are_those_of_one_stream(survived, name):
     events, expected = survived[name]
     assert len({(event["id"], event["created"]) for event in events[:-1]}) == 1
     choices = [choice for event in events[:-1] for choice in event["choices"]]
-    assert sum("role" in choice["delta"] for choice in choices) == 1
-    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
-    assert events[-2]["usage"]["completion_tokens"] == 100
+    count = SAMPLINGS[name].get("n", 1)
+    assert sum("role" in choice["delta"] for choice in choices) == count
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"] * count
+    assert events[-2]["usage"]["completion_tokens"] == 100 * count
     assert events[-2]["usage"]["prompt_tokens"] == expected[-2]["usage"]["prompt_tokens"]
 
 

@@ -35,7 +35,7 @@ from penstock.fleet.router.upstream import (
     target,
 )
 from penstock.protocol.errors import ErrorReply, reply_for
-from penstock.protocol.frames import FRAMES_HEADER, BrokenFrames, FrameReader
+from penstock.protocol.frames import FRAMES_HEADER, NO_LEASE, BrokenFrames, FrameReader
 from penstock.telemetry import RequestRecord
 
 # Replicas that may fail a request in a row before it is given up: one that kills replicas must not kill them all.
@@ -301,6 +301,8 @@ class Proxy:
             async with await self._open(exchange, placement, body) as upstream:
                 if upstream.status != 200 or upstream.headers.get(FRAMES_HEADER) is None:
                     code = error_code(await read_error(upstream))
+                    if code == LimitReached.code:
+                        return  # the tenant's, and not the replica's
                     if upstream.status == 429:
                         self._dispatcher.note_full(placement.replica, retry_after_seconds(upstream.headers))
                     else:
@@ -344,11 +346,13 @@ class _FramedStream:
     def __init__(self, downstream: Downstream, reader: FrameReader) -> None:
         self.reader = reader
         self.first_events = b""
+        self.lease = NO_LEASE  # that the newest replica holds for it
         self._downstream = downstream
 
     async def follow(self, placement: Placement, upstream: aiohttp.ClientResponse) -> bool:
         """Pass frames on until the last, or until the replica fails; return whether any came."""
         breaker, reader, content = placement.replica.breaker, self.reader, upstream.content
+        self.lease = upstream.headers.get(FRAMES_HEADER, NO_LEASE)
         came = False
         try:
             while data := await content.readany():
@@ -385,13 +389,19 @@ def _body_for(exchange: _Exchange, replica: Replica) -> bytes:
 
 def _continuation(body: bytes, stream: _FramedStream) -> bytes:
     """Return the body that asks for the rest of an answer; the whole of it where nothing was seen yet."""
-    token_ids = stream.reader.token_ids
+    reader = stream.reader
+    token_ids = reader.token_ids
     if not token_ids:
         return body
     document = msgspec.json.decode(body)
     event = stream.first_events.partition(b"data: ")[2].partition(b"\n")[0]
     head = msgspec.json.decode(event, type=_ChunkHead)
-    document["continue_from"] = {"id": head.id, "created": head.created, "token_ids": token_ids}
+    begun: dict[str, object] = {"id": head.id, "created": head.created, "token_ids": token_ids}
+    if reader.ended_choices:
+        begun["ended"] = reader.ended_choices
+    if stream.lease != NO_LEASE:
+        begun["lease"] = stream.lease
+    document["continue_from"] = begun
     return msgspec.json.encode(document)
 
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.fleet.config import FleetConfig, ModelSection, ReplicaEntry
-from penstock.protocol.frames import FRAMES_HEADER, failure_frame, frame, last_frame
+from penstock.protocol.frames import FRAMES_HEADER, ChoiceTokens, failure_frame, frame, last_frame
 from penstock.store.key_ring import KeyRing
 from penstock.tenants import ApiKey, KeyTerms
 from tests.fakes.fake_replica import FakeReplica
@@ -45,18 +45,18 @@ def framed(*words, fails_after=None, with_error=False):
     """Answer with a framed stream, a word a token numbered by its place; go on where another stopped."""
 
     async def answer(replica, request, body):
-        response = web.StreamResponse(headers={"content-type": "text/event-stream", FRAMES_HEADER: "1"})
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", FRAMES_HEADER: "lease-1"})
         await response.prepare(request)
-        begun = len(body.get("continue_from", {}).get("token_ids", ()))
+        begun = len(body.get("continue_from", {}).get("token_ids", [[]])[0])
         for place, word in list(enumerate(words))[begun:]:
             if place == fails_after and with_error:
                 await response.write(failure_frame(b'data: {"error": {}}\n\n', "engine_failed"))
                 return response
             if place == fails_after:
-                await response.write(frame(chunk(word), [place])[:-3])  # cut in the middle of a frame
+                await response.write(frame(chunk(word), ChoiceTokens(0, [place]))[:-3])  # cut in the middle of a frame
                 request.transport.close()
                 return response
-            await response.write(frame(chunk(word), [place]))
+            await response.write(frame(chunk(word), ChoiceTokens(0, [place])))
         await response.write(last_frame(b"data: [DONE]\n\n"))
         return response
 
@@ -214,7 +214,8 @@ async def test_a_broken_framed_stream_goes_on_elsewhere(fails_after, with_error)
             assert text_of(events) == "one two three four"
             assert events[-1] == "[DONE]"
         begun = [body["continue_from"] for body in good.received if "continue_from" in body]
-        assert all(item == {"id": "cmpl-1", "created": 5, "token_ids": [*range(fails_after)]} for item in begun)
+        told = {"id": "cmpl-1", "created": 5, "token_ids": [[*range(fails_after)]], "lease": "lease-1"}
+        assert all(item == told for item in begun)
         assert bool(begun) == bool(fails_after)
 
 
