@@ -1,10 +1,8 @@
 """`penstock gateway` in front of real servers on a simulated device: one address, whatever dies behind it."""
 
-import contextlib
 import re
 import signal
 import threading
-import time
 
 import httpx
 import openai
@@ -201,61 +199,3 @@ def test_a_draining_replica_and_a_draining_gateway_finish_their_streams(model):
             last = [line for line in lines if line][-1]
         assert last == "data: [DONE]"
         assert gateway.process.wait(30) == 0
-
-
-class Callers:
-    """Several callers, each with one stream after the other until the time is over."""
-
-    def __init__(self, url, count, seconds):
-        self.answers: list[tuple[int, str]] = []
-        self.ends_at = time.monotonic() + seconds
-        self._url = url
-        self._threads = [threading.Thread(target=self._call, args=(100 * number,)) for number in range(count)]
-        for thread in self._threads:
-            thread.start()
-
-    @staticmethod
-    def body(number):
-        return {
-            "model": MODEL, "prompt": [5, 6, 7, number], "max_tokens": 400, "ignore_eos": True, "temperature": 0,
-            "stream": True,
-        }  # fmt: skip
-
-    def _call(self, number):
-        while time.monotonic() < self.ends_at:
-            number += 1
-            self.answers.append((number, httpx.post(self._url, json=self.body(number), timeout=120).text))
-
-    def join(self):
-        for thread in self._threads:
-            thread.join(120)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_replicas_killed_every_ten_seconds_lose_nothing(model):
-    """3 replicas, one killed every 10 s for 2 minutes under load: every answer is whole and as it would have been."""
-    with contextlib.ExitStack() as stack:
-        servers = list(stack.enter_context(simulated_replicas(model, 3, pace="4")))
-        ports = [server.url.rpartition(":")[2] for server in servers]
-        arguments = [part for server in servers for part in ("--replica", server.url)]
-        gateway = stack.enter_context(GatewayProcess(*arguments)).wait_ready()
-        callers = Callers(f"{gateway.url}/v1/completions", 4, seconds=120)
-        place = 0
-        while time.monotonic() < callers.ends_at - 10:
-            time.sleep(10)
-            kill_all(servers[place])
-            servers[place] = stack.enter_context(start_replica(model, "--port", ports[place], pace="4")).wait_ready()
-            place = (place + 1) % 3
-        callers.join()
-        metrics = httpx.get(f"{gateway.url}/metrics").text
-        assert re.search(r'resumptions_total\{outcome="continued"\} [1-9]', metrics)
-        assert 'outcome="lost"' not in metrics
-    assert len(callers.answers) > 8
-    with start_replica(model, pace="0.02") as reference:
-        direct = f"{reference.wait_ready().url}/v1/completions"
-        for number, text in callers.answers:
-            events = events_in(text)
-            assert events[-1] == "[DONE]"
-            expected = httpx.post(direct, json=callers.body(number), timeout=60).content
-            assert text_of(events) == text_of(events_in(expected))

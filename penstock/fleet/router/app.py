@@ -37,6 +37,7 @@ from penstock.fleet.router.downstream import ClientGone
 from penstock.fleet.router.metrics import GatewayMetrics
 from penstock.fleet.router.proxy import Proxy
 from penstock.fleet.router.query import RouteQuery, read_head
+from penstock.fleet.router.urgency import urgency_of
 from penstock.metering.meter import Meter
 from penstock.protocol.errors import reply_for
 from penstock.protocol.health import Health
@@ -137,7 +138,8 @@ class _Routes:
         try:
             response = await context.proxy.forward(
                 request, body, query, record, decision,
-                streams=bool(head.stream), priority=caller.terms.priority or 0, has_keys=not context.ring.is_open,
+                streams=bool(head.stream), urgency=urgency_of(head, caller.terms, record.arrival),
+                has_keys=not context.ring.is_open,
                 account=Account(context.meter, caller, model, head), hides_usage=not head.wants_usage,
             )  # fmt: skip
             decision.status = response.status

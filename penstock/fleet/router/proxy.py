@@ -5,6 +5,7 @@ the stream is framed (`protocol.frames`): then another replica goes on behind th
 one stream. Knows nothing of how replicas are found or chosen.
 """
 
+import dataclasses
 import random
 import time
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from penstock.fleet.router.upstream import (
     retry_after_seconds,
     target,
 )
+from penstock.fleet.router.urgency import Urgency, with_time_left
 from penstock.protocol.errors import ErrorReply, reply_for
 from penstock.protocol.frames import FRAMES_HEADER, NO_LEASE, BrokenFrames, FrameReader
 from penstock.telemetry import RequestRecord
@@ -59,7 +61,7 @@ class _Exchange:
     streams: bool
     record: RequestRecord
     decision: Decision
-    priority: int
+    urgency: Urgency
     has_keys: bool
     account: Account
     hides_usage: bool  # a stream's caller did not ask what it cost
@@ -85,7 +87,7 @@ class Proxy:
         decision: Decision,
         *,
         streams: bool,
-        priority: int,
+        urgency: Urgency,
         has_keys: bool,
         account: Account,
         hides_usage: bool,
@@ -93,7 +95,7 @@ class Proxy:
         """Answer a request with what a replica answers. Raises PenstockError where none does, and ClientGone."""
         seed = random.getrandbits(56)
         exchange = _Exchange(
-            request, body, query, streams, record, decision, priority, has_keys, account, hides_usage, seed
+            request, body, query, streams, record, decision, urgency, has_keys, account, hides_usage, seed
         )
         try:
             if self._dispatcher.counts_nowhere(query.model):
@@ -125,7 +127,7 @@ class Proxy:
             self._metrics.retries.inc()
 
     async def _place(self, exchange: _Exchange) -> Placement:
-        wish = Wish(exchange.query, exchange.priority, exchange.avoid)
+        wish = Wish(exchange.query, exchange.urgency, exchange.avoid)
         placement = await self._dispatcher.acquire(wish)
         exchange.decision.attempts += 1
         exchange.decision.waited_seconds = time.monotonic() - exchange.record.arrival
@@ -285,7 +287,8 @@ class Proxy:
             await self._end_with_error(exchange, downstream, failure_events)
 
     async def _place_again(self, exchange: _Exchange) -> Placement | None:
-        wish = Wish(exchange.query, exchange.priority, exchange.avoid, must_frame=True)
+        urgency = dataclasses.replace(exchange.urgency, first_token_by=None)  # the caller has had it
+        wish = Wish(exchange.query, urgency, exchange.avoid, must_frame=True)
         try:
             placement = await self._dispatcher.acquire(wish)
         except PenstockError:
@@ -296,7 +299,10 @@ class Proxy:
 
     async def _go_on(self, exchange: _Exchange, placement: Placement, stream: "_FramedStream") -> None:
         """Have a replica go on with a stream behind what the caller has seen."""
-        body = _continuation(exchange.body, stream)
+        has_begun = bool(stream.first_events)
+        body = with_time_left(
+            _continuation(exchange.body, stream), exchange.urgency, time.monotonic(), has_begun=has_begun
+        )
         try:
             async with await self._open(exchange, placement, body) as upstream:
                 if upstream.status != 200 or upstream.headers.get(FRAMES_HEADER) is None:
@@ -379,11 +385,13 @@ class _FramedStream:
 
 
 def _body_for(exchange: _Exchange, replica: Replica) -> bytes:
-    """Return the body for a replica: where we must count what a stream costs, it is asked to tell."""
+    """Return the body for a replica: with the time that is left or, where we must count, the wish to know its cost."""
     counted = exchange.account.is_kept and not replica.adapter.counts_usage
     path = exchange.request.rel_url.raw_path
     if counted and exchange.streams and exchange.hides_usage and path.endswith("/completions"):
         return asking_for_usage(exchange.body)
+    if replica.adapter.counts_usage:
+        return with_time_left(exchange.body, exchange.urgency, time.monotonic(), has_begun=False)
     return exchange.body
 
 

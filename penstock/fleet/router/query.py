@@ -32,6 +32,10 @@ class RequestHead(msgspec.Struct, frozen=True):
     max_tokens: Any = None
     max_completion_tokens: Any = None
     stream_options: Any = None
+    priority: Any = None
+    deadline_ms: Any = None
+    targets: Any = None
+    best_effort: Any = None
 
     @property
     def num_choices(self) -> int:

@@ -12,12 +12,17 @@ import pytest
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.errors import Overloaded
+from penstock.fleet.adapters.interface import ServedModel
 from penstock.fleet.config import FleetConfig, ModelSection, ReplicaEntry
+from penstock.fleet.replica import ReplicaPool
+from penstock.fleet.router.dispatch import Dispatcher, Wish
+from penstock.fleet.router.urgency import Urgency
 from penstock.protocol.frames import FRAMES_HEADER, ChoiceTokens, failure_frame, frame, last_frame
 from penstock.store.key_ring import KeyRing
 from penstock.tenants import ApiKey, KeyTerms
 from tests.fakes.fake_replica import FakeReplica
-from tests.unit.fleet.conftest import QUICK, running_gateway, until
+from tests.unit.fleet.conftest import QUICK, FakeClock, make_query, running_gateway, until
 from tests.unit.server.sse import events_in, text_of
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -173,6 +178,116 @@ async def test_requests_wait_for_a_place_and_those_too_many_are_refused():
         assert int(refused.headers["retry-after"]) >= 1
         gate.set()
         assert [(await task).status for task in asked] == [200] * 3
+
+
+@pytest.fixture
+async def full():
+    """A gateway whose only replica has all it may have; set the event and it answers."""
+    gate = asyncio.Event()
+
+    async def wait(replica, request, body):
+        await gate.wait()
+        return web.json_response({})
+
+    patient = msgspec.structs.replace(QUICK.queue, max_wait_seconds=60, max_waiting_per_tenant=10)
+    config = msgspec.structs.replace(QUICK, queue=patient)
+    async with (
+        FakeReplica(answer=wait).running() as slow,
+        running_gateway(slow, config=config, max_in_flight=1) as running,
+    ):
+        first = asyncio.create_task(running.ask())
+        await until(lambda: len(slow.received) == 1)
+        yield running, slow, gate
+        gate.set()
+        await first
+
+
+@pytest.mark.parametrize("wish", [{"deadline_ms": 60}, {"targets": {"ttft_ms": 60}}])
+async def test_a_wait_ends_with_429_when_the_callers_time_is_up(full, wish):
+    running, slow, _ = full
+    answer = await running.ask(**wish)
+    assert (answer.status, (await answer.json())["error"]["code"]) == (429, "overloaded")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert len(slow.received) == 1
+
+
+async def test_a_best_effort_waits_beyond_its_target(full):
+    running, _, gate = full
+    asked = asyncio.create_task(running.ask(targets={"ttft_ms": 20}, best_effort=True))
+    await until(lambda: waiting(running) == 1)
+    await asyncio.sleep(0.05)
+    gate.set()
+    assert (await asked).status == 200
+
+
+async def test_a_replica_is_told_the_time_that_is_left(full):
+    running, slow, gate = full
+    wish = {"deadline_ms": 50_000, "targets": {"ttft_ms": 40_000, "time_per_token_ms": 50}}
+    asked = asyncio.create_task(running.ask(**wish))
+    await until(lambda: waiting(running) == 1)
+    await asyncio.sleep(0.05)
+    gate.set()
+    assert (await asked).status == 200
+    sent = slow.received[1]
+    assert sent["deadline_ms"] <= 49_950
+    assert sent["targets"]["ttft_ms"] <= 39_950
+    assert sent["targets"]["time_per_token_ms"] == 50
+
+
+async def test_requests_of_a_higher_priority_go_first_and_the_nearest_deadline_among_equals(full):
+    running, slow, gate = full
+    wishes = [
+        {"user": "plain"},
+        {"user": "late", "deadline_ms": 50_000},
+        {"user": "soon", "deadline_ms": 30_000},
+        {"user": "first", "priority": 3},
+    ]
+    asked = []
+    for number, wish in enumerate(wishes, start=1):
+        asked.append(asyncio.create_task(running.ask(**wish)))
+        await until(lambda number=number: waiting(running) == number)
+    gate.set()
+    await asyncio.gather(*asked)
+    assert [body["user"] for body in slow.received[1:]] == ["first", "soon", "late", "plain"]
+
+
+async def test_who_could_only_be_served_too_late_is_refused_at_once_with_the_time_to_come_back():
+    clock = FakeClock()
+    pool = ReplicaPool(QUICK.health, clock)
+    queue = msgspec.structs.replace(QUICK.queue, max_waiting_per_tenant=10, max_wait_seconds=60.0)
+    dispatcher = Dispatcher(FleetConfig(queue=queue), pool)
+    replica = pool.add("test", ReplicaEntry(url="http://replica:80", max_in_flight=1))
+    replica.models = (ServedModel("tiny"),)
+    replica.breaker.on_probe(True)
+    wish = Wish(make_query())
+    held = await dispatcher.acquire(wish)
+    waiters = [asyncio.create_task(dispatcher.acquire(wish)) for _ in range(4)]
+    await asyncio.sleep(0)
+    for _ in range(2):  # a place every two seconds
+        clock.now += 2.0
+        held.release()
+        await asyncio.sleep(0)
+        held = await waiters.pop(0)
+    # Two wait and one is served: the next has its turn in six seconds.
+    with pytest.raises(Overloaded) as caught:
+        await dispatcher.acquire(Wish(make_query(), Urgency(deadline=clock.now + 5.9)))
+    assert caught.value.retry_after_seconds == pytest.approx(6.0)
+    late = asyncio.create_task(dispatcher.acquire(Wish(make_query(), Urgency(deadline=clock.now + 6.1))))
+    await asyncio.sleep(0)
+    assert not late.done()
+    for task in (late, *waiters):
+        task.cancel()
+    await asyncio.gather(late, *waiters, return_exceptions=True)
+
+
+async def test_a_request_is_held_for_as_long_as_is_stated_and_no_longer():
+    queue = msgspec.structs.replace(QUICK.queue, hold_seconds=0.3)
+    config = FleetConfig(health=QUICK.health, queue=queue, models={"tiny": ModelSection(policy="round-robin")})
+    async with running_gateway(config=config) as running:
+        began = asyncio.get_running_loop().time()
+        answer = await running.ask()
+        assert (answer.status, answer.headers["retry-after"]) == (503, "5")
+        assert asyncio.get_running_loop().time() - began >= 0.3
 
 
 async def test_a_request_is_held_until_its_model_comes_up():
