@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 TINY_CONFIG = {
@@ -30,9 +31,16 @@ def write_tiny_model(folder: Path) -> Path:
 class ServerProcess:
     """One running server. Use as a context manager; leaves no process behind."""
 
-    def __init__(self, *arguments: str, module: str = "penstock", folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        module: str = "penstock",
+        folder: Path | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         """Start `module` as the command; `folder` is where it may keep temporary files."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+        environment.update(variables or {})
         if folder is not None:
             environment["TMPDIR"] = str(folder)
         self.started = time.monotonic()

@@ -20,6 +20,7 @@ from penstock.fleet.replica import ReplicaPool
 from penstock.fleet.router.app import GatewayContext, create_admin_app, create_app
 from penstock.fleet.router.decisions import DecisionLog
 from penstock.fleet.router.dispatch import Dispatcher
+from penstock.fleet.router.file_proxy import FileProxy
 from penstock.fleet.router.health import HealthMonitor
 from penstock.fleet.router.metrics import GatewayMetrics
 from penstock.fleet.router.proxy import Proxy
@@ -49,18 +50,20 @@ class Gateway:
     ) -> None:
         """`meter` counts what goes to servers that do not count themselves, and `counts` is what it tells of that."""
         self._config = config
-        self.pool = ReplicaPool(config.health)
+        self.pool = ReplicaPool(config.health, default_key_file=config.key_file)
         self._session = new_session(config.health)
         dispatcher = Dispatcher(config, self.pool)
         metrics = GatewayMetrics(self.pool, dispatcher, counts if counts is not None else StoreCounts())
         self.registration = Registration(self.pool, config.discovery.lease_seconds)
         self.monitor = HealthMonitor(self.pool, self._session, dispatcher.call_waiting)
+        proxy = Proxy(self._session, dispatcher, metrics)
         self.context = GatewayContext(
             config=config,
             pool=self.pool,
             ring=ring if ring is not None else KeyRing(()),
             dispatcher=dispatcher,
-            proxy=Proxy(self._session, dispatcher, metrics),
+            proxy=proxy,
+            files=FileProxy(self._session, self.pool, proxy.readers),
             metrics=metrics,
             decisions=DecisionLog(),
             registration=self.registration,

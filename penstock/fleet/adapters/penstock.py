@@ -10,5 +10,6 @@ ADAPTER = ReplicaAdapter(
     kv_utilization="penstock_kv_cache_utilization",
     context_fields=("max_context_tokens",),
     counts_usage=True,
+    keeps_files=True,
     can_frame=True,
 )

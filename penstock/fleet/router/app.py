@@ -34,6 +34,7 @@ from penstock.fleet.router.admin import admin_routes
 from penstock.fleet.router.decisions import Decision, DecisionLog
 from penstock.fleet.router.dispatch import Dispatcher
 from penstock.fleet.router.downstream import ClientGone
+from penstock.fleet.router.file_proxy import PATTERN, FileProxy
 from penstock.fleet.router.metrics import GatewayMetrics
 from penstock.fleet.router.proxy import Proxy
 from penstock.fleet.router.query import RouteQuery, read_head
@@ -66,6 +67,7 @@ class GatewayContext:
     ring: KeyRing
     dispatcher: Dispatcher
     proxy: Proxy
+    files: FileProxy
     metrics: GatewayMetrics
     decisions: DecisionLog
     registration: Registration
@@ -78,6 +80,8 @@ def create_app(context: GatewayContext) -> web.Application:
     """Return the app of the public port. With keys it has the admin routes too, for keys with admin = true."""
     app = _bare_app(context)
     routes = _Routes(context)
+    for method in ("GET", "POST", "DELETE"):
+        app.router.add_route(method, PATTERN, routes.files)
     app.router.add_post("/v1/{path:[A-Za-z0-9_/-]+}", routes.forward)
     app.router.add_get("/v1/models", routes.list_models)
     app.router.add_get("/v1/models/{model:.+}", routes.show_model)
@@ -147,6 +151,15 @@ class _Routes:
         finally:
             context.decisions.add(decision)
             context.metrics.observe(decision)
+
+    async def files(self, request: web.Request) -> web.StreamResponse:
+        """Have a replica answer for the store that all of them share."""
+        self._identify(request)
+        context, record = self._context, request[RECORD]
+        record.route = f"/v1/{request.match_info['kind']}"
+        return await context.files.forward(
+            request, record.request_id, max_body_bytes=context.max_body_bytes, has_keys=not context.ring.is_open
+        )
 
     async def list_models(self, request: web.Request) -> web.StreamResponse:
         caller = self._identify(request)
