@@ -227,6 +227,7 @@ class Proxy:
         """Pass a stream on as it comes. One that breaks ends with an error event, without [DONE]."""
         try:
             while data := await upstream.content.readany():
+                placement.replica.breaker.on_answer()
                 await downstream.write(data)
         except UPSTREAM_ERRORS as error:
             if not downstream.was_slow:
@@ -243,6 +244,7 @@ class Proxy:
         reader = UsageReader(exchange.record, hides_usage=exchange.hides_usage)
         try:
             while data := await upstream.content.readany():
+                placement.replica.breaker.on_answer()
                 if passed := reader.feed(data):
                     await downstream.write(passed)
         except UPSTREAM_ERRORS as error:
@@ -366,6 +368,7 @@ class _FramedStream:
                 if events:
                     if not came:
                         came = True
+                        breaker.on_answer()
                         self.first_events = self.first_events or events
                     await self._downstream.write(events)
                 if reader.finished:

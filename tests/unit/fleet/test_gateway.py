@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
@@ -366,6 +367,26 @@ async def test_a_dead_replica_is_ejected_and_returns():
             await until(lambda: pool.find(replica.url).is_up)
             replica.received.clear()
             await until_asked(running, replica)
+
+
+async def test_a_replica_that_hangs_delays_nobody_elses_return():
+    async def hang(reader, writer):
+        await reader.read()
+        writer.close()
+
+    hanging = await asyncio.start_server(hang, "127.0.0.1", 0)
+    late = FakeReplica(ready=503)
+    config = msgspec.structs.replace(
+        QUICK, replicas=(ReplicaEntry(url=f"http://127.0.0.1:{hanging.sockets[0].getsockname()[1]}"),)
+    )
+    health = msgspec.structs.replace(QUICK.health, probe_timeout_seconds=0.2)
+    config = msgspec.structs.replace(config, health=health)
+    async with hanging, late.running(), running_gateway(late, config=config) as running:
+        monitor = running.gateway.monitor
+        monitor._timeout = aiohttp.ClientTimeout(total=60)
+        await asyncio.sleep(0.3)  # now one probe hangs for a minute
+        late.ready = 200
+        await until(lambda: running.gateway.pool.find(late.url).is_up)
 
 
 async def test_a_request_has_one_id_all_the_way():
