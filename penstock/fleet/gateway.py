@@ -4,6 +4,7 @@ Given listening sockets; knows nothing of the command line.
 """
 
 import asyncio
+import dataclasses
 import logging
 import socket
 from collections.abc import Coroutine
@@ -11,6 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
+from penstock.connection_limits import ConnectionLimits, Crowd, raise_file_limit
 from penstock.fleet.config import FleetConfig
 from penstock.fleet.discovery.dns import DnsDiscovery
 from penstock.fleet.discovery.interface import Discovery, follow
@@ -18,6 +20,7 @@ from penstock.fleet.discovery.kubernetes import KubernetesDiscovery
 from penstock.fleet.discovery.registration import Registration
 from penstock.fleet.replica import ReplicaPool
 from penstock.fleet.router.app import GatewayContext, create_admin_app, create_app
+from penstock.fleet.router.connection import Connections, GuardedSite
 from penstock.fleet.router.decisions import DecisionLog
 from penstock.fleet.router.dispatch import Dispatcher
 from penstock.fleet.router.file_proxy import FileProxy
@@ -31,7 +34,6 @@ from penstock.store.key_ring import KeyRing
 from penstock.telemetry import log_event
 
 _STATIC = "static"
-_KEEP_ALIVE_SECONDS = 75.0
 
 log = logging.getLogger("penstock.gateway")
 
@@ -47,6 +49,7 @@ class Gateway:
         meter: Meter | None = None,
         counts: StoreCounts | None = None,
         max_body_bytes: int = 8 * 1024 * 1024,
+        limits: ConnectionLimits | None = None,
     ) -> None:
         """`meter` counts what goes to servers that do not count themselves, and `counts` is what it tells of that."""
         self._config = config
@@ -56,14 +59,16 @@ class Gateway:
         metrics = GatewayMetrics(self.pool, dispatcher, counts if counts is not None else StoreCounts())
         self.registration = Registration(self.pool, config.discovery.lease_seconds)
         self.monitor = HealthMonitor(self.pool, self._session, dispatcher.call_waiting)
-        proxy = Proxy(self._session, dispatcher, metrics)
+        limits = limits if limits is not None else ConnectionLimits()
+        limits = dataclasses.replace(limits, max_connections=min(limits.max_connections, raise_file_limit(limits)))
         self.context = GatewayContext(
             config=config,
             pool=self.pool,
             ring=ring if ring is not None else KeyRing(()),
             dispatcher=dispatcher,
-            proxy=proxy,
-            files=FileProxy(self._session, self.pool, proxy.readers),
+            proxy=Proxy(self._session, dispatcher, metrics),
+            files=FileProxy(self._session, self.pool, limits),
+            connections=Connections(Crowd(limits, metrics.count_cut)),
             metrics=metrics,
             decisions=DecisionLog(),
             registration=self.registration,
@@ -79,7 +84,6 @@ class Gateway:
         """Serve; returns when the replicas of the configuration have been asked once."""
         self.pool.replace(_STATIC, self._config.replicas)
         self._run(self.registration.run())
-        self._run(self.context.proxy.readers.run())
         for discovery in self._discoveries():
             self._run(follow(discovery, self.pool))
         await self.monitor.probe_all()
@@ -116,8 +120,8 @@ class Gateway:
             access_log=None,
             handler_cancellation=True,  # a caller who leaves frees the replica at once
             shutdown_timeout=drain_seconds,
-            keepalive_timeout=_KEEP_ALIVE_SECONDS,
+            keepalive_timeout=self.context.connections.limits.idle_seconds,
         )
         await runner.setup()
         self._runners.append(runner)
-        await web.SockSite(runner, listener).start()
+        await GuardedSite(runner, listener, self.context.connections).start()

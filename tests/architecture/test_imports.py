@@ -25,6 +25,7 @@ ROOT_MODULES = (
     "block_hash",
     "child_setup",
     "config",
+    "connection_limits",
     "errors",
     "machine",
     "registry",

@@ -16,7 +16,6 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from penstock.errors import (
-    BodyTooLarge,
     MethodNotAllowed,
     NotPermitted,
     NotReady,
@@ -31,6 +30,7 @@ from penstock.fleet.discovery.registration import Registration
 from penstock.fleet.replica import ReplicaPool
 from penstock.fleet.router.account import Account
 from penstock.fleet.router.admin import admin_routes
+from penstock.fleet.router.connection import Connections, read_body
 from penstock.fleet.router.decisions import Decision, DecisionLog
 from penstock.fleet.router.dispatch import Dispatcher
 from penstock.fleet.router.downstream import ClientGone
@@ -71,6 +71,7 @@ class GatewayContext:
     metrics: GatewayMetrics
     decisions: DecisionLog
     registration: Registration
+    connections: Connections
     max_body_bytes: int
     meter: Meter | None = None  # None: the gateway counts nothing itself
     draining: bool = False
@@ -123,10 +124,7 @@ class _Routes:
         caller = self._identify(request)
         if request.content_type != "application/json":
             raise WrongMediaType("send the body as JSON, with the header 'Content-Type: application/json'")
-        try:
-            body = await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise BodyTooLarge(context.max_body_bytes) from None
+        body = await read_body(request, context.max_body_bytes, context.connections.limits)
         head = read_head(body)
         model = context.config.aliases.get(head.model, head.model)
         if not (caller.may_use(head.model) or caller.may_use(model)):
@@ -228,6 +226,7 @@ def _front_door(context: GatewayContext) -> Middleware:
             # What the framework itself raises then: it closes the connection and says nothing.
             raise asyncio.CancelledError from None
         finally:
+            context.connections.note_answered(request.transport)
             record.total_seconds = time.monotonic() - record.arrival
             # Names of models that nobody serves would be labels without number.
             known = record.model if context.pool.serving(record.model) else ""

@@ -9,9 +9,11 @@ from collections.abc import AsyncIterator
 import aiohttp
 from aiohttp import web
 
-from penstock.errors import BodyTooLarge, EngineFailed, EngineUnavailable, RouteNotFound, UnknownModel
+from penstock.connection_limits import ConnectionLimits
+from penstock.errors import EngineFailed, EngineUnavailable, RouteNotFound, UnknownModel
 from penstock.fleet.replica import Replica, ReplicaPool
-from penstock.fleet.router.downstream import StalledReaders
+from penstock.fleet.router.connection import BodyClock, read_body
+from penstock.fleet.router.downstream import begin_stream
 from penstock.fleet.router.upstream import (
     RETRIED_STATUSES,
     UPSTREAM_ERRORS,
@@ -27,21 +29,21 @@ PATTERN = r"/v1/{kind:files|batches}{rest:(?:/[A-Za-z0-9_-]+){0,2}}"
 
 
 class FileProxy:
-    def __init__(self, session: aiohttp.ClientSession, pool: ReplicaPool, readers: StalledReaders) -> None:
+    def __init__(self, session: aiohttp.ClientSession, pool: ReplicaPool, limits: ConnectionLimits) -> None:
         self._session = session
         self._pool = pool
-        self._readers = readers
+        self._limits = limits
 
     async def forward(
         self, request: web.Request, request_id: str, *, max_body_bytes: int, has_keys: bool
     ) -> web.StreamResponse:
         """Answer a request with what a replica answers. Raises PenstockError where none does, and ClientGone."""
         is_upload = request.method == "POST" and request.match_info["kind"] == "files"
-        body = None if is_upload else await _read(request, max_body_bytes)
+        body = None if is_upload else await read_body(request, max_body_bytes, self._limits)
         refusal: web.Response | None = None
         for replica in self._candidates():
             headers = request_headers(request.headers, replica, request_id, has_keys=has_keys)
-            data = _pieces(request) if body is None else body
+            data = _pieces(request, self._limits) if body is None else body
             try:
                 url = target(replica, request.rel_url.raw_path_qs)
                 async with self._session.request(
@@ -80,15 +82,13 @@ class FileProxy:
         if upstream.content_length is not None:
             headers["content-length"] = str(upstream.content_length)
         response = web.StreamResponse(status=upstream.status, headers=headers)
-        downstream = await self._readers.begin(request, response)
+        downstream = await begin_stream(request, response)
         try:
             while data := await upstream.content.readany():
                 await downstream.write(data)
             await downstream.end()
         except UPSTREAM_ERRORS:
             downstream.cut()  # the caller must not take a part for the whole
-        finally:
-            self._readers.forget(downstream)
         return response
 
 
@@ -105,13 +105,13 @@ async def _refusal(request_id: str, upstream: aiohttp.ClientResponse) -> tuple[w
     return web.Response(status=upstream.status, body=body, headers=headers), error_code(body)
 
 
-async def _read(request: web.Request, max_body_bytes: int) -> bytes:
+async def _pieces(request: web.Request, limits: ConnectionLimits) -> AsyncIterator[bytes]:
+    """Yield an upload as it comes; one that comes too slowly is cut."""
+    clock = BodyClock(limits)
     try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise BodyTooLarge(max_body_bytes) from None
-
-
-async def _pieces(request: web.Request) -> AsyncIterator[bytes]:
-    while data := await request.content.readany():
-        yield data
+        while data := await clock.next(request):
+            yield data
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError from None

@@ -54,6 +54,14 @@ class GatewayMetrics:
             registry=self._registry,
         )
 
+        self._cut = Counter(
+            "penstock_gateway_connections_cut", "Connections that the gateway ended", ["why"], registry=self._registry
+        )
+
+    def count_cut(self, why: str) -> None:
+        """Count a connection that the gateway ended before its caller did."""
+        self._cut.labels(why).inc()
+
     def observe(self, decision: Decision) -> None:
         """Count the times of a request that has ended: nobody waits for it any more."""
         if decision.attempts:

@@ -19,7 +19,7 @@ from penstock.fleet.replica import Replica
 from penstock.fleet.router.account import Account
 from penstock.fleet.router.decisions import ROUTE_HEADER, Decision
 from penstock.fleet.router.dispatch import Dispatcher, Placement, Wish
-from penstock.fleet.router.downstream import Downstream, StalledReaders
+from penstock.fleet.router.downstream import Downstream, begin_stream
 from penstock.fleet.router.foreign_usage import UsageReader, asking_for_usage, read_whole
 from penstock.fleet.router.metrics import GatewayMetrics
 from penstock.fleet.router.query import RouteQuery
@@ -76,7 +76,6 @@ class Proxy:
         self._session = session
         self._dispatcher = dispatcher
         self._metrics = metrics
-        self.readers = StalledReaders()
 
     async def forward(
         self,
@@ -209,16 +208,13 @@ class Proxy:
         self, exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse
     ) -> web.StreamResponse:
         response = web.StreamResponse(status=upstream.status, headers=self._headers(exchange, upstream))
-        downstream = await self.readers.begin(exchange.request, response)
-        try:
-            if upstream.headers.get(FRAMES_HEADER) is not None:
-                await self._pass_frames(exchange, placement, upstream, downstream)
-            elif exchange.account.is_kept and not placement.replica.adapter.counts_usage:
-                await self._pass_counted(exchange, placement, upstream, downstream)
-            else:
-                await self._pass_stream(exchange, placement, upstream, downstream)
-        finally:
-            self.readers.forget(downstream)
+        downstream = await begin_stream(exchange.request, response)
+        if upstream.headers.get(FRAMES_HEADER) is not None:
+            await self._pass_frames(exchange, placement, upstream, downstream)
+        elif exchange.account.is_kept and not placement.replica.adapter.counts_usage:
+            await self._pass_counted(exchange, placement, upstream, downstream)
+        else:
+            await self._pass_stream(exchange, placement, upstream, downstream)
         return response
 
     async def _pass_stream(

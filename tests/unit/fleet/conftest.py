@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from penstock.connection_limits import ConnectionLimits
 from penstock.fleet.adapters.interface import Load, ServedModel
 from penstock.fleet.config import FleetConfig, HealthSection, QueueSection, ReplicaEntry
 from penstock.fleet.gateway import Gateway
@@ -71,6 +72,7 @@ async def running_gateway(
     ring: KeyRing | None = None,
     kind: str = "penstock",
     tenancy: Tenancy | None = None,
+    limits: ConnectionLimits | None = None,
     **entry: int,
 ) -> AsyncIterator[Running]:
     entries = tuple(ReplicaEntry(url=replica.url, kind=kind, **entry) for replica in replicas)
@@ -78,7 +80,7 @@ async def running_gateway(
     meter = None
     if tenancy is not None:
         ring, meter = tenancy.ring, tenancy.meter
-    gateway = Gateway(config, ring, meter=meter, max_body_bytes=4096)
+    gateway = Gateway(config, ring, meter=meter, max_body_bytes=4096, limits=limits)
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
     await gateway.start(listener, drain_seconds=0.5)

@@ -427,43 +427,6 @@ async def test_a_caller_who_leaves_frees_the_replica():
         await until(lambda: running.gateway.pool.find(one.url).num_in_flight == 0)
 
 
-async def test_a_reader_that_stops_holds_up_its_own_stream_only_and_is_cut_in_the_end(monkeypatch):
-    sent = 0
-
-    async def pour(replica, request, body):
-        nonlocal sent
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await response.prepare(request)
-        for _ in range(4000):
-            await response.write(b"data: " + b"x" * 16_000 + b"\n\n")
-            sent += 16_000
-        return response
-
-    async with FakeReplica(answer=pour).running() as one, running_gateway(one) as running:
-        host = running.url.removeprefix("http://").split(":")
-        _, writer = await asyncio.open_connection(host[0], int(host[1]), limit=1024)
-        body = b'{"model": "tiny", "stream": true}'
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-            % len(body)
-            + body
-        )
-        before = -1
-        while sent != before:  # until everything between the two is full
-            before = sent
-            await asyncio.sleep(0.2)
-        assert 0 < sent < 4000 * 16_000
-        one.answer = FakeReplica().answer
-        assert (await running.ask()).status == 200
-        readers = running.gateway.context.proxy.readers
-        readers.cut_stalled()
-        assert running.gateway.pool.find(one.url).num_in_flight == 1  # it may take its time
-        monkeypatch.setattr(readers, "_max_seconds", 0.0)
-        readers.cut_stalled()
-        await until(lambda: running.gateway.pool.find(one.url).num_in_flight == 0)
-        writer.close()
-
-
 async def test_keys_are_checked_and_never_reach_a_foreign_server():
     digest = hashlib.sha256(b"secret").hexdigest()
     ring = KeyRing((ApiKey("alice", digest, KeyTerms(models=("tiny",))),), needs_keys=True)
