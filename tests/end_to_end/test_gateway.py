@@ -171,19 +171,23 @@ def test_a_killed_replica_is_ejected_and_comes_back(model):
                 until(lambda: len({replica_in(whole_answer(gateway.url)) for _ in range(2)}) == 2, 30, "its return")
 
 
-def test_killing_one_gateway_loses_nothing_of_another(fleet):
+def test_killing_one_gateway_loses_its_own_open_connections_and_nothing_else(fleet):
     arguments = [part for server in fleet for part in ("--replica", server.url)]
-    with GatewayProcess(*arguments) as one, GatewayProcess(*arguments) as other:
-        one.wait_ready()
-        texts = []
-        url = other.wait_ready().url
-        thread = threading.Thread(
-            target=lambda: texts.append(whole_answer(url, max_tokens=60, ignore_eos=True).json()["choices"])
-        )
-        thread.start()
+    body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 60, "ignore_eos": True, "stream": True}
+    with GatewayProcess(*arguments) as one, GatewayProcess(*arguments) as other, httpx.Client(timeout=60) as client:
+        streams = []
+        for gateway in (one, other):
+            url = f"{gateway.wait_ready().url}/v1/completions"
+            streams.append(client.send(client.build_request("POST", url, json=body), stream=True))
+        cut, kept = (stream.iter_lines() for stream in streams)
+        next(cut)
+        next(kept)
         one.process.kill()
-        thread.join(30)
-        assert texts
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(cut)
+        assert [line for line in kept if line][-1] == "data: [DONE]"
+        for stream in streams:
+            stream.close()
         assert whole_answer(other.url).status_code == 200
 
 

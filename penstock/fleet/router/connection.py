@@ -46,8 +46,7 @@ class GuardedConnection(asyncio.Protocol):
 
     # ------------------------------------------------------------ the connection's life
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
         transport.set_write_buffer_limits(self._limits.unread_bytes)
         plain = transport.get_extra_info("socket")
@@ -211,16 +210,21 @@ class GuardedSite(web.BaseSite):
 
 async def read_body(request: web.Request, max_bytes: int, limits: ConnectionLimits) -> bytes:
     """Return a request's body. Raises BodyTooLarge, or RequestTimeout for one that comes too slowly."""
-    pieces, size = [], 0
-    clock = BodyClock(limits)
+    content = request.content
+    # Nearly always it has come with its head.
+    data = content.read_nowait()
+    pieces, size = [data], len(data)
+    clock = None if content.at_eof() else BodyClock(limits)
     try:
-        while data := await clock.next(request):
+        while clock is not None and (data := await clock.next(request)):
             size += len(data)
             if size > max_bytes:
-                raise BodyTooLarge(max_bytes)
+                break
             pieces.append(data)
     except TimeoutError:
         raise RequestTimeout("the request did not arrive in time; send it without pauses") from None
+    if size > max_bytes:
+        raise BodyTooLarge(max_bytes)
     return b"".join(pieces)
 
 
