@@ -23,7 +23,7 @@ from typing import Any, Literal
 from penstock.errors import ConfigError
 
 _PREFIX = "PENSTOCK_"
-_OTHER_VARIABLES = frozenset({"PENSTOCK_API_KEY"})  # the key that `penstock chat` and `penstock bench` send
+_OTHER_VARIABLES = frozenset({"PENSTOCK_API_KEY"})  # the key that commands send to servers and gateways
 
 Group = Literal["model", "device", "memory", "scheduler", "server"]
 
@@ -104,6 +104,9 @@ class Options:
     )
     shared_prefixes: str | None = _option(
         "server", "TOML file of prompt beginnings whose cached blocks all tenants share", None
+    )
+    gateway: str | None = _option(
+        "server", "Gateways to register with: URLs, or unix:PATH of an admin socket, with commas between", None
     )
     max_body_bytes: int = _option("server", "Largest request body", 8 * 1024 * 1024, low=1024)
     drain_seconds: float = _option("server", "How long open requests may go on after SIGTERM", 30.0, low=0.0)

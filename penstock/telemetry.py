@@ -34,6 +34,7 @@ class RequestRecord:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    usage_source: str = ""  # "estimate" where a foreign server did not tell these counts
     ttft_seconds: float | None = None
     total_seconds: float = 0.0
     finish: str = ""  # finish reasons of the choices, without repeats

@@ -36,11 +36,11 @@ class ServerProcess:
         *arguments: str,
         module: str = "penstock",
         folder: Path | None = None,
-        settings: Mapping[str, str] | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Start `module` as the command; `folder` is for temporary files, `settings` are more variables."""
+        """Start `module` as the command; `folder` is for temporary files, `variables` are set beside the others."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-        environment |= settings or {}
+        environment |= variables or {}
         if folder is not None:
             environment["TMPDIR"] = str(folder)
         self.started = time.monotonic()

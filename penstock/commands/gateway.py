@@ -18,14 +18,13 @@ from penstock.config import Sourced
 from penstock.fleet.config import FleetConfig
 from penstock.fleet.fleet_file import read_fleet
 from penstock.fleet.gateway import Gateway
+from penstock.metering.counts import StoreCounts
+from penstock.metering.tenancy import Tenancy
 from penstock.server import config as server_config
 from penstock.server.config import ServerConfig
 from penstock.server.listeners import joined, listen, listen_for_admin, remove_socket
 from penstock.server.store_opening import prepare_store
 from penstock.store.database import Database
-from penstock.store.key_ring import KeyRing
-from penstock.store.key_watch import KeyFile, KeySource, KeyWatcher
-from penstock.store.keys import KeyStore
 from penstock.store.rollouts import RolloutStore
 
 DEFAULT_PORT = 8080  # a server on the same machine has 8000
@@ -63,29 +62,27 @@ async def _serve(config: ServerConfig, fleet: FleetConfig, listener: socket.sock
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    counts = StoreCounts()
     database = Database.open(config.store) if config.store is not None else None
-    ring = KeyRing(config.keys, needs_keys=config.needs_keys)
-    watching = asyncio.create_task(_follow_keys(ring, config, database))
-    book = RolloutStore(database) if database is not None else None
-    gateway = Gateway(fleet, ring, max_body_bytes=config.max_body_bytes, rollout_book=book)
+    tenancy = Tenancy(config, counts, database)
+    tenancy.start()
+    # Without a store nobody can be counted, and keys with limits were refused.
+    meter = tenancy.meter if database is not None else None
+    gateway = Gateway(
+        fleet,
+        tenancy.ring,
+        meter=meter,
+        counts=counts,
+        max_body_bytes=config.max_body_bytes,
+        rollout_book=RolloutStore(database) if database is not None else None,
+    )
     try:
         await gateway.start(listener, admin, drain_seconds=config.drain_seconds)
         _announce(gateway, listener, admin)
         await stopping.wait()
     finally:
         await gateway.stop()
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-        if database is not None:
-            database.close()
-
-
-async def _follow_keys(ring: KeyRing, config: ServerConfig, database: Database | None) -> None:
-    source: KeySource | None = KeyStore(database) if database is not None else None
-    if config.keys_file is not None:
-        source = KeyFile(config.keys_file)
-    if source is not None:
-        await KeyWatcher(ring, source, needs_keys=config.needs_keys).run()
+        await tenancy.close()
 
 
 def _announce(gateway: Gateway, listener: socket.socket, admin: socket.socket) -> None:

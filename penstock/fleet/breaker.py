@@ -1,7 +1,8 @@
 """Whether one replica is trusted: ready, ejected for a while, or on trial.
 
 Fed with the outcomes of probes and of requests. After an ejection, each longer than the one before, a probe must
-succeed, and then one request at a time until one went well. Knows nothing of HTTP; time is the caller's clock.
+succeed, and then one request at a time until one was answered. Probes that fail meanwhile make it no longer: a replica
+that starts again is back as soon as it says so. Knows nothing of HTTP; time is the caller's clock.
 """
 
 import enum
@@ -41,28 +42,29 @@ class Breaker:
             self.standing, self.reason = Standing.NOT_READY, reason
             return
         if self.standing is Standing.EJECTED:
-            self.standing, self.reason = Standing.TRIAL, "back: one request at a time until one went well"
+            self.standing, self.reason = Standing.TRIAL, "back: one request at a time until one is answered"
         elif self.standing is not Standing.TRIAL:
             self.standing, self.reason = Standing.READY, "it says that it is ready"
         if self.standing is Standing.READY:
             self._num_failures = 0
 
-    def on_success(self) -> None:
-        """Take that a request went well."""
-        self._num_failures = 0
+    def on_answer(self) -> None:
+        """Take that it began to answer a request: it may have others beside that."""
         if self.standing is Standing.TRIAL:
-            self._num_rounds = 0
-            self.standing, self.reason = Standing.READY, "a request went well"
+            self.standing, self.reason = Standing.READY, "it answers requests"
+
+    def on_success(self) -> None:
+        """Take that a request went well, to its end."""
+        self.on_answer()
+        self._num_failures = self._num_rounds = 0
 
     def on_failure(self, reason: str, *, is_fatal: bool = False) -> None:
         """Take that a probe or a request failed. What is fatal, a refused connection, ejects at once."""
-        self._num_failures += 1
         if self.standing is Standing.EJECTED:
-            is_due = self._clock() >= self._until
-        else:
-            too_many = self._num_failures >= self._settings.failures_to_eject
-            is_due = is_fatal or too_many or self.standing is Standing.TRIAL
-        if is_due:
+            return
+        self._num_failures += 1
+        too_many = self._num_failures >= self._settings.failures_to_eject
+        if is_fatal or too_many or self.standing is Standing.TRIAL:
             self._eject(reason)
 
     def _eject(self, reason: str) -> None:

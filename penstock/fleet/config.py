@@ -75,6 +75,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """All of it."""
 
     policy: str = "least-loaded"
+    key_file: str | None = None  # as a replica's own, for Penstock replicas that have none: those that were found
     replicas: tuple[ReplicaEntry, ...] = ()
     aliases: dict[str, str] = {}  # what callers say: what replicas call it
     models: dict[str, ModelSection] = {}

@@ -4,6 +4,7 @@ Given listening sockets; knows nothing of the command line.
 """
 
 import asyncio
+import dataclasses
 import logging
 import socket
 from collections.abc import Coroutine
@@ -11,6 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
+from penstock.connection_limits import ConnectionLimits, Crowd, raise_file_limit
 from penstock.fleet.config import FleetConfig
 from penstock.fleet.discovery.dns import DnsDiscovery
 from penstock.fleet.discovery.interface import Discovery, follow
@@ -21,17 +23,20 @@ from penstock.fleet.rollout.book import RolloutBook, RolloutMemory
 from penstock.fleet.rollout.rollouts import Rollouts
 from penstock.fleet.rollout.split import VersionSplit
 from penstock.fleet.router.app import GatewayContext, create_admin_app, create_app
+from penstock.fleet.router.connection import Connections, GuardedSite
 from penstock.fleet.router.decisions import DecisionLog
 from penstock.fleet.router.dispatch import Dispatcher
+from penstock.fleet.router.file_proxy import FileProxy
 from penstock.fleet.router.health import HealthMonitor
 from penstock.fleet.router.metrics import GatewayMetrics
 from penstock.fleet.router.proxy import Proxy
 from penstock.fleet.router.upstream import new_session
+from penstock.metering.counts import StoreCounts
+from penstock.metering.meter import Meter
 from penstock.store.key_ring import KeyRing
 from penstock.telemetry import log_event
 
 _STATIC = "static"
-_KEEP_ALIVE_SECONDS = 75.0
 
 log = logging.getLogger("penstock.gateway")
 
@@ -44,30 +49,39 @@ class Gateway:
         config: FleetConfig,
         ring: KeyRing | None = None,
         *,
+        meter: Meter | None = None,
+        counts: StoreCounts | None = None,
         max_body_bytes: int = 8 * 1024 * 1024,
+        limits: ConnectionLimits | None = None,
         rollout_book: RolloutBook | None = None,
     ) -> None:
+        """`meter` counts what goes to servers that do not count themselves, and `counts` is what it tells of that."""
         self._config = config
-        self.pool = ReplicaPool(config.health)
+        self.pool = ReplicaPool(config.health, default_key_file=config.key_file)
         self._session = new_session(config.health)
         split = VersionSplit(config.rollouts)
         dispatcher = Dispatcher(config, self.pool, split)
-        metrics = GatewayMetrics(self.pool, dispatcher, split)
+        metrics = GatewayMetrics(self.pool, dispatcher, split, counts if counts is not None else StoreCounts())
         book = rollout_book if rollout_book is not None else RolloutMemory()
         self.rollouts = Rollouts(split, self.pool, self._session, book, metrics.count_shadow)
         self.registration = Registration(self.pool, config.discovery.lease_seconds)
         self.monitor = HealthMonitor(self.pool, self._session, dispatcher.call_waiting)
+        limits = limits if limits is not None else ConnectionLimits()
+        limits = dataclasses.replace(limits, max_connections=min(limits.max_connections, raise_file_limit(limits)))
         self.context = GatewayContext(
             config=config,
             pool=self.pool,
             ring=ring if ring is not None else KeyRing(()),
             dispatcher=dispatcher,
             proxy=Proxy(self._session, dispatcher, metrics, self.rollouts.trials),
+            files=FileProxy(self._session, self.pool, limits),
+            connections=Connections(Crowd(limits, metrics.count_cut)),
             metrics=metrics,
             decisions=DecisionLog(),
             registration=self.registration,
             rollouts=self.rollouts,
             max_body_bytes=max_body_bytes,
+            meter=meter,
         )
         self._runners: list[web.AppRunner] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -78,7 +92,6 @@ class Gateway:
         """Serve; returns when the replicas of the configuration have been asked once."""
         self.pool.replace(_STATIC, self._config.replicas)
         self._run(self.registration.run())
-        self._run(self.context.proxy.readers.run())
         for discovery in self._discoveries():
             self._run(follow(discovery, self.pool))
         await self.monitor.probe_all()
@@ -118,8 +131,8 @@ class Gateway:
             access_log=None,
             handler_cancellation=True,  # a caller who leaves frees the replica at once
             shutdown_timeout=drain_seconds,
-            keepalive_timeout=_KEEP_ALIVE_SECONDS,
+            keepalive_timeout=self.context.connections.limits.idle_seconds,
         )
         await runner.setup()
         self._runners.append(runner)
-        await web.SockSite(runner, listener).start()
+        await GuardedSite(runner, listener, self.context.connections).start()

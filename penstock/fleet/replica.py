@@ -22,11 +22,15 @@ Clock = Callable[[], float]
 class Replica:
     """What the gateway knows of one server."""
 
-    def __init__(self, entry: ReplicaEntry, health: HealthSection, clock: Clock) -> None:
+    def __init__(
+        self, entry: ReplicaEntry, health: HealthSection, clock: Clock, default_key_file: str | None = None
+    ) -> None:
         self.entry = entry
         self.url = entry.url.rstrip("/")
         self.name = urlsplit(self.url).netloc  # in headers, logs and metrics
         self.adapter: ReplicaAdapter = ADAPTERS.load(entry.kind)
+        # A key that opens our servers is never sent to others.
+        self.key_file = entry.key_file or (default_key_file if self.adapter.counts_usage else None)
         self.breaker = Breaker(health, clock)
         self.models: tuple[ServedModel, ...] = ()
         self.load = Load()
@@ -78,9 +82,12 @@ class Replica:
 class ReplicaPool:
     """All replicas by URL. A replica may be known to several sources, and goes when the last lets go of it."""
 
-    def __init__(self, health: HealthSection, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, health: HealthSection, clock: Clock = time.monotonic, *, default_key_file: str | None = None
+    ) -> None:
         self.health = health
         self.clock = clock
+        self._default_key_file = default_key_file
         self.added = asyncio.Event()  # set when there is a replica that nobody has asked yet
         self._replicas: dict[str, Replica] = {}
         self._sources: dict[str, set[str]] = {}
@@ -106,7 +113,7 @@ class ReplicaPool:
         url = entry.url.rstrip("/")
         replica = self._replicas.get(url)
         if replica is None:
-            replica = self._replicas[url] = Replica(entry, self.health, self.clock)
+            replica = self._replicas[url] = Replica(entry, self.health, self.clock, self._default_key_file)
             self.added.set()
         elif replica.version != entry.version:
             replica.entry = msgspec.structs.replace(replica.entry, version=entry.version)

@@ -1,26 +1,45 @@
 """Streams that a gateway can carry on elsewhere: server-sent events in frames that tell their tokens.
 
 A gateway asks for them with the header `x-penstock-frames: SEED`, and a stream that has them answers with the same
-header. Each frame is a comment line, which any reader of server-sent events skips, and the events behind it:
+header, which tells the lease that the request holds on its tenant's limits, or none. Each frame is a comment line,
+which any reader of server-sent events skips, and the events behind it:
 
-    : LENGTH 12,13\\n      LENGTH bytes of events follow, made of these tokens
-    : LENGTH .\\n          the last events: finish, usage, [DONE]
-    : LENGTH !code\\n      the server gives up with this error; its event follows
+    : LENGTH 12,13\\n          LENGTH bytes of events follow, made of these tokens of the first choice
+    : LENGTH 14;2:15,16.\\n    of several choices; with the full stop, the third has ended
+    : LENGTH .\\n              the last events: finish, usage, [DONE]
+    : LENGTH !code\\n          the server gives up with this error; its event follows
 
 A frame is taken whole or not at all, so that what a client has seen and what its tokens say is always the same. Knows
 nothing of HTTP.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 FRAMES_HEADER = "x-penstock-frames"
+NO_LEASE = "none"
 _MAX_HEAD_BYTES = 64 * 1024
 _MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
 
 
-def frame(events: bytes, token_ids: Sequence[int]) -> bytes:
+class ChoiceTokens(NamedTuple):
+    """The tokens of one choice that a frame tells."""
+
+    number: int  # of the choice, from 0
+    token_ids: Sequence[int]
+    has_ended: bool = False
+
+    def note(self) -> str:
+        text = ",".join(map(str, self.token_ids))
+        if self.number or self.has_ended:
+            text = f"{self.number}:{text}"
+        return text + "." if self.has_ended else text
+
+
+def frame(events: bytes, *choices: ChoiceTokens) -> bytes:
     """Return events with the tokens that they were made of."""
-    return b": %d %b\n%b" % (len(events), ",".join(map(str, token_ids)).encode(), events)
+    note = ";".join([choice.note() for choice in choices])
+    return b": %d %b\n%b" % (len(events), note.encode(), events)
 
 
 def last_frame(events: bytes) -> bytes:
@@ -39,16 +58,21 @@ class FrameReader:
     """Takes frames apart as their bytes arrive. Holds at most one unfinished frame."""
 
     def __init__(self) -> None:
-        self._tokens = bytearray()  # ids as they came, each behind a comma: a long answer must not cost much
+        # By choice, ids as they came, each behind a comma: a long answer must not cost much.
+        self._tokens: dict[int, bytearray] = {}
+        self.ended_choices: list[int] = []
         self.finished = False
         self.failure: str | None = None  # the code with which the server gave up
         self.failure_events = b""
         self._rest = b""
 
     @property
-    def token_ids(self) -> list[int]:
-        """All tokens told so far."""
-        return [int(token) for token in self._tokens.split(b",") if token]
+    def token_ids(self) -> list[list[int]]:
+        """All tokens told so far, for each choice up to the last of which anything was told."""
+        last = max((*self._tokens, *self.ended_choices), default=-1)
+        return [
+            [int(token) for token in self._tokens.get(index, b"").split(b",") if token] for index in range(last + 1)
+        ]
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes in and return the events of the frames that are complete. Raises BrokenFrames."""
@@ -102,8 +126,21 @@ class FrameReader:
             self.failure, self.failure_events = note[1:].decode("ascii", "replace"), events
             return b""
         elif note:
-            if not note.replace(b",", b"").isdigit():
-                raise BrokenFrames("a frame's tokens are not numbers")
-            self._tokens += b","
-            self._tokens += note
+            self._take_note(note)
         return events
+
+    def _take_note(self, note: bytes) -> None:
+        for part in note.split(b";"):
+            index, separator, ids = part.rpartition(b":")
+            index = index if separator else b"0"
+            has_ended = ids.endswith(b".")
+            ids = ids.removesuffix(b".")
+            if not index.isdigit() or len(index) > 4 or not (ids.replace(b",", b"").isdigit() or not ids):
+                raise BrokenFrames("a frame's tokens are not numbers")
+            number = int(index)
+            if has_ended:
+                self.ended_choices.append(number)
+            if ids:
+                tokens = self._tokens.setdefault(number, bytearray())
+                tokens += b","
+                tokens += ids

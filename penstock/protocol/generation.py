@@ -13,6 +13,7 @@ from penstock.protocol.wire import WireModel
 from penstock.request import NO_TARGETS, SamplingParams, Targets
 
 MAX_CHOICES = 128
+MAX_CONTINUED = 4096  # choices of all prompts together
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_TOKEN_LIST = 1024
@@ -65,7 +66,11 @@ class ContinueFrom(WireModel):
 
     id: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="The id of the chunks already sent")
     created: int = Field(ge=0, le=2**53, description="Their time")
-    token_ids: list[int] = Field(min_length=1, description="The tokens they told, all of them")
+    token_ids: list[list[int]] = Field(
+        min_length=1, max_length=MAX_CONTINUED, description="The tokens they told, all of them, for each choice"
+    )
+    ended: list[int] | None = Field(None, description="The choices that had ended, by index")
+    lease: str | None = Field(None, max_length=64, description="What the stream's x-penstock-frames told")
 
 
 class GenerationRequest(WireModel):

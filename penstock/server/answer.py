@@ -19,10 +19,10 @@ from penstock.errors import (
     RequestError,
     TargetUnreachable,
 )
+from penstock.metering.meter import Charge
 from penstock.protocol.errors import CATALOGUE
 from penstock.protocol.generation import PromptTokensDetails, Usage
 from penstock.request import FinishReason
-from penstock.server.quota import Charge
 from penstock.server.text_assembly import TextAssembler, TextPiece
 
 
@@ -38,16 +38,26 @@ class Choice:
     """One answer to one prompt."""
 
     def __init__(
-        self, index: int, prompt: Prompt, stream: TokenStream, assembler: TextAssembler, *, only_scores_prompt: bool
+        self,
+        index: int,
+        prompt: Prompt,
+        stream: TokenStream | None,
+        assembler: TextAssembler,
+        *,
+        only_scores_prompt: bool,
+        finish: FinishReason | None = None,
     ) -> None:
+        """Without a stream it has ended elsewhere, for the reason `finish`."""
         self.index = index
         self.prompt = prompt
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[float | None] | None = None
-        self.finish: FinishReason | None = None
-        self.new_token_ids: list[int] = []  # those behind the last piece that was read
+        self.finish = finish
+        self.new_token_ids: list[int] = []  # that the last piece told of
+        self._untold: list[int] = []  # whose scores, and so whose text, have not been shown
         self._stream = stream
-        self._ended = False  # for the engine
+        self.is_from_elsewhere = stream is None
+        self._ended = stream is None  # for the engine
         self._assembler = assembler
         self._only_scores_prompt = only_scores_prompt
 
@@ -58,9 +68,9 @@ class Choice:
 
     async def read(self) -> TextPiece:
         """Wait for the next piece that holds something. Raises when the engine failed or refused the request."""
-        self.new_token_ids = []
+        assert self._stream is not None
         async for event in self._stream:
-            self.new_token_ids += event.token_ids
+            self._untold += event.token_ids
             self._ended = self._ended or event.finish is not None
             if event.finish in (FinishReason.ERROR, FinishReason.ABORT):
                 raise _failure(event)
@@ -75,12 +85,19 @@ class Choice:
                 if event.finish is None:
                     self.abort(FinishReason.STOP)  # a stop string: the engine need not go on behind it
             if not piece.is_empty:
+                self._tell(piece)
                 return piece
         raise EngineFailed("the engine stopped answering before the request was done; try again")
 
+    def _tell(self, piece: TextPiece) -> None:
+        """Note which tokens a piece tells of: with scores only those shown, else all that were made."""
+        whole = piece.finish is not None or not self._assembler.is_scored
+        num_told = len(self._untold) if whole else len(piece.tokens)
+        self.new_token_ids, self._untold = self._untold[:num_told], self._untold[num_told:]
+
     def abort(self, reason: FinishReason = FinishReason.ABORT) -> None:
         """Tell the engine to stop, unless it has been told or has ended."""
-        if not self._ended:
+        if not self._ended and self._stream is not None:
             self._ended = True
             self._stream.abort(reason)
 
@@ -100,7 +117,7 @@ class Answer:
             while choice.finish is None:
                 yield [(choice, await choice.read())]
             return
-        reads = {asyncio.create_task(choice.read()): choice for choice in self.choices}
+        reads = {asyncio.create_task(choice.read()): choice for choice in self.choices if choice.finish is None}
         try:
             while reads:
                 await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
@@ -127,8 +144,7 @@ class Answer:
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         # What one choice left in the cache for the next was not there before this call.
         num_cached_tokens = sum(
-            min(choice.num_cached_tokens for choice in self.choices if choice.prompt is prompt)
-            for prompt in self.prompts
+            min((choice.num_cached_tokens for choice in self._run_here(prompt)), default=0) for prompt in self.prompts
         )
         num_tokens = sum(choice.num_tokens for choice in self.choices)
         return Usage(
@@ -137,6 +153,9 @@ class Answer:
             total_tokens=num_prompt_tokens + num_tokens,
             prompt_tokens_details=PromptTokensDetails(num_cached_tokens),
         )
+
+    def _run_here(self, prompt: Prompt) -> list[Choice]:
+        return [choice for choice in self.choices if choice.prompt is prompt and not choice.is_from_elsewhere]
 
 
 def _failure(event: TokenEvent) -> PenstockError:

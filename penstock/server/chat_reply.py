@@ -1,5 +1,7 @@
 """How /v1/chat/completions writes an answer."""
 
+from collections.abc import Iterable
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -30,7 +32,7 @@ class ChatReply(Reply):
         *,
         with_logprobs: bool,
         with_usage: bool,
-        begun_elsewhere: bool = False,
+        begun_elsewhere: Iterable[int] = (),
     ) -> None:
         self._id = completion_id
         self._created = created
@@ -38,8 +40,8 @@ class ChatReply(Reply):
         self._tokenizer = tokenizer
         self._with_logprobs = with_logprobs
         self._with_usage = with_usage
-        # Whose beginning was sent: here, or by the server that began the answer.
-        self._begun: set[int] = {0} if begun_elsewhere else set()
+        # Choices whose beginning was sent: here, or by the server that began the answer.
+        self._begun = set(begun_elsewhere)
 
     def events(self, choice: Choice, piece: TextPiece) -> bytes:
         """Return the role before a choice's first piece, its text, and behind the last its finish reason."""

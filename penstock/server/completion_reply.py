@@ -1,5 +1,7 @@
 """How /v1/completions writes an answer."""
 
+from collections.abc import Iterable
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -23,7 +25,7 @@ class CompletionReply(Reply):
         with_logprobs: bool,
         with_usage: bool,
         echo: bool,
-        begun_elsewhere: bool = False,
+        begun_elsewhere: Iterable[int] = (),
     ) -> None:
         self._id = completion_id
         self._created = created
@@ -32,8 +34,8 @@ class CompletionReply(Reply):
         self._with_logprobs = with_logprobs
         self._with_usage = with_usage
         self._echo = echo
-        # Whose beginning was sent: here, or by the server that began the answer.
-        self._begun: set[int] = {0} if begun_elsewhere else set()
+        # Choices whose beginning was sent: here, or by the server that began the answer.
+        self._begun = set(begun_elsewhere)
 
     def events(self, choice: Choice, piece: TextPiece) -> bytes:
         first = choice.index not in self._begun

@@ -13,6 +13,7 @@ from pathlib import Path
 from penstock.config import Options, Setting, Sourced
 from penstock.errors import ConfigError
 from penstock.request import Targets
+from penstock.server.registration import read_gateways
 from penstock.server.shared_prefixes import DeclaredPrefix, load_prefixes
 from penstock.store.key_ring import load_keys
 from penstock.store.location import NO_STORE, default_location, shown
@@ -37,6 +38,7 @@ class ServerConfig:
     store_is_default: bool = False
     admin: str | None = None  # ADDRESS:PORT or unix:PATH; None: a socket in the run folder
     shared_prefixes: tuple[DeclaredPrefix, ...] = ()
+    gateways: tuple[str, ...] = ()  # to register with
     chat_template: str | None  # the template's text, where it replaces the model's
     targets: Targets  # promised where neither the request nor its key names any
     max_body_bytes: int
@@ -68,6 +70,7 @@ def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
         store_is_default=options.store is None,
         admin=options.admin_listen,
         shared_prefixes=load_prefixes(options.shared_prefixes) if options.shared_prefixes is not None else (),
+        gateways=read_gateways(options.gateway, options.host) if options.gateway is not None else (),
         chat_template=_read_template(options.chat_template) if options.chat_template is not None else None,
         targets=Targets(_seconds(options.target_ttft_ms), _seconds(options.target_time_per_token_ms)),
         max_body_bytes=options.max_body_bytes,
@@ -84,6 +87,7 @@ def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
         Setting("store", NO_STORE if store is None else shown(store), sourced.why("store")),
         Setting("admin_listen", options.admin_listen or "a socket in the run folder", sourced.why("admin_listen")),
         Setting("shared_prefixes", options.shared_prefixes or "none", sourced.why("shared_prefixes")),
+        Setting("gateway", options.gateway or "none", sourced.why("gateway")),
         Setting("target_ttft_ms", _shown(options.target_ttft_ms), sourced.why("target_ttft_ms")),
         Setting(
             "target_time_per_token_ms",

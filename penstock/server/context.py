@@ -12,6 +12,7 @@ from penstock.engine.client import EngineClient
 from penstock.engine.messages import EngineInfo
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import EngineUnavailable, UnknownModel
+from penstock.metering.tenancy import Tenancy
 from penstock.protocol.generation import GenerationRequest
 from penstock.request import Tier
 from penstock.server.chat_template import ChatTemplate
@@ -20,7 +21,6 @@ from penstock.server.metrics import ServerMetrics
 from penstock.server.open_answers import OpenAnswers
 from penstock.server.readiness import Readiness
 from penstock.server.shared_prefixes import SharedPrefixes
-from penstock.server.tenancy import Tenancy
 from penstock.server.terms import Terms, agree, agree_on_batch
 from penstock.store.database import Database
 from penstock.telemetry import RequestRecord

@@ -4,6 +4,8 @@ What `continue_from` gives a caller, token ids as a prompt give as well, so it n
 nothing of gateways or HTTP.
 """
 
+from dataclasses import dataclass
+
 import msgspec
 
 from penstock.engine.messages import EngineInfo
@@ -13,14 +15,26 @@ from penstock.request import SamplingParams
 from penstock.server.answer import Prompt
 
 
-def framed_params(
-    asked: str | None, wanted: GenerationRequest, params: SamplingParams, num_answers: int
-) -> SamplingParams | None:
-    """Return the parameters of a framed stream, or None where none was asked for or it cannot be framed.
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What another server made of an answer: the tokens of each choice, and which of those have ended."""
+
+    token_ids: list[list[int]]
+    ended: frozenset[int]
+    lease: str | None
+
+    @property
+    def indices(self) -> set[int]:
+        """The choices of which anything was sent."""
+        return {index for index, tokens in enumerate(self.token_ids) if tokens} | self.ended
+
+
+def framed_params(asked: str | None, wanted: GenerationRequest, params: SamplingParams) -> SamplingParams | None:
+    """Return the parameters of a framed stream, or None where none was asked for.
 
     `asked` is the seed that the gateway wants where the caller named none: with it another server draws the same.
     """
-    if asked is None or not _can_move(wanted, params, num_answers):
+    if asked is None or not wanted.wants_stream:
         return None
     if not (asked.isascii() and asked.isdigit() and len(asked) <= 18):
         return None
@@ -29,24 +43,34 @@ def framed_params(
 
 def check_continuation(
     wanted: GenerationRequest, params: SamplingParams, prompts: list[Prompt], info: EngineInfo
-) -> list[int]:
-    """Return the tokens to go on behind; none for an answer that begins here. Raises RequestError."""
-    if wanted.continue_from is None:
-        return []
-    token_ids = wanted.continue_from.token_ids
-    if not _can_move(wanted, params, wanted.num_choices * len(prompts)):
-        given = wanted.continue_from.model_dump(exclude_unset=True)
-        raise InvalidParameter("continue_from", given, "give it only with stream, one choice and no logprobs")
+) -> Begun | None:
+    """Return what to go on behind; None for an answer that begins here. Raises RequestError."""
+    given = wanted.continue_from
+    if given is None:
+        return None
+    num_choices = wanted.num_choices * len(prompts)
+    if not wanted.wants_stream:
+        raise InvalidParameter("continue_from", given.model_dump(exclude_unset=True), "give it only with stream")
+    ended = frozenset(given.ended or ())
+    if len(given.token_ids) > num_choices or not ended <= set(range(num_choices)):
+        raise InvalidParameter("continue_from", len(given.token_ids), f"give no more than the {num_choices} choices")
+    if len(ended) == num_choices:
+        raise InvalidParameter("continue_from", sorted(ended), "one choice at least must not have ended")
+    for index, token_ids in enumerate(given.token_ids):
+        prompt = prompts[index // wanted.num_choices]
+        _check_choice(token_ids, index in ended, prompt, params, info)
+    missing = num_choices - len(given.token_ids)
+    return Begun(given.token_ids + [[]] * missing, ended, given.lease)
+
+
+def _check_choice(
+    token_ids: list[int], has_ended: bool, prompt: Prompt, params: SamplingParams, info: EngineInfo
+) -> None:
     wrong = next((item for item in token_ids if not 0 <= item < info.vocab_size), None)
     if wrong is not None:
         raise InvalidParameter("continue_from", wrong, f"give token ids from 0 to {info.vocab_size - 1}")
-    if params.max_tokens is not None and len(token_ids) >= params.max_tokens:
+    if params.max_tokens is not None and len(token_ids) >= params.max_tokens + has_ended:
         raise InvalidParameter("continue_from", len(token_ids), "give fewer tokens than max_tokens")
-    total = len(prompts[0].token_ids) + len(token_ids)
-    if total >= info.max_context_tokens:
+    total = len(prompt.token_ids) + len(token_ids)
+    if total >= info.max_context_tokens + has_ended:
         raise ContextTooLong(total, info.max_context_tokens, what="prompt plus continue_from", param="continue_from")
-    return token_ids
-
-
-def _can_move(wanted: GenerationRequest, params: SamplingParams, num_answers: int) -> bool:
-    return wanted.wants_stream and num_answers == 1 and params.logprobs is None

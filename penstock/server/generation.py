@@ -6,9 +6,10 @@ Knows nothing of the API that the call came through.
 import msgspec
 
 from penstock.errors import InvalidParameter, PenstockError
-from penstock.request import SamplingParams, Tier
+from penstock.request import FinishReason, SamplingParams, Tier
 from penstock.server.answer import Answer, Choice, Prompt
 from penstock.server.context import ServerContext
+from penstock.server.continuation import Begun
 from penstock.server.terms import Terms
 from penstock.server.text_assembly import TextAssembler
 from penstock.store.quotas import Need
@@ -26,16 +27,15 @@ async def begin_answer(
     terms: Terms,
     num_choices: int,
     only_scores_prompt: bool = False,
-    answer_so_far: list[int] | None = None,
+    begun: Begun | None = None,
 ) -> Answer:
     """Submit `num_choices` requests for each prompt and return their answer, which the caller must deliver or abort.
 
-    `answer_so_far` are the tokens of a single answer that began elsewhere. Raises LimitReached or LimitTooSmall, and
-    InvalidParameter where that answer was complete, and then nothing was submitted.
+    `begun` is what another server made of the answer. Raises LimitReached or LimitTooSmall, and InvalidParameter where
+    a choice of it was complete, and then nothing was submitted.
     """
-    so_far = answer_so_far or []
-    if so_far:
-        _check_unfinished(context, params, so_far)
+    if begun is not None:
+        _check_unfinished(context, params, begun)
     most_tokens = [_most_tokens(context, caller, prompt, params) for prompt in prompts]
     need = Need(
         input_tokens=sum(len(prompt.token_ids) for prompt in prompts),
@@ -46,14 +46,29 @@ async def begin_answer(
     )
     # The engine knows the end of its own context, but not of a caller's.
     ends_itself = params.max_tokens is None and caller.terms.limits.longest_context is None
-    charge = await context.tenancy.meter.admit(caller, record.model, need)
+    lease = begun.lease if begun is not None else None
+    charge = await context.tenancy.meter.admit(caller, record.model, need, instead_of=lease)
     choices: list[Choice] = []
     try:
         for prompt, most in zip(prompts, most_tokens, strict=True):
             max_tokens = None if ends_itself else most
             for sample in range(num_choices):
                 index = len(choices)
-                own = msgspec.structs.replace(params, seed=_seed(params.seed, sample), max_tokens=max_tokens)
+                so_far = begun.token_ids[index] if begun is not None else []
+                own = msgspec.structs.replace(
+                    params,
+                    seed=_seed(params.seed, sample),
+                    max_tokens=max_tokens,
+                    prompt_logprobs=params.prompt_logprobs and not so_far,
+                )
+                assembler = TextAssembler(context.tokenizer, own)
+                assembler.replay(so_far)
+                if begun is not None and index in begun.ended:
+                    finish = FinishReason.LENGTH if assembler.num_tokens == most else FinishReason.STOP
+                    ended = Choice(index, prompt, None, assembler, only_scores_prompt=False, finish=finish)
+                    choices.append(ended)
+                    continue
+                is_first = all(choice.is_from_elsewhere for choice in choices)
                 stream = context.engine.submit(
                     prompt=prompt.token_ids + so_far,
                     params=own,
@@ -68,10 +83,8 @@ async def begin_answer(
                     best_effort=terms.best_effort,
                     tier=terms.tier,
                     num_answer_tokens=len(so_far),
-                    call_tokens=_call_tokens(index, prompts, num_choices),
+                    call_tokens=_call_tokens(is_first, prompts, num_choices),
                 )
-                assembler = TextAssembler(context.tokenizer, own)
-                assembler.replay(so_far)
                 choices.append(Choice(index, prompt, stream, assembler, only_scores_prompt=only_scores_prompt))
     except BaseException as error:
         for choice in choices:
@@ -86,18 +99,19 @@ async def begin_answer(
     return Answer(prompts, choices, charge)
 
 
-def _call_tokens(index: int, prompts: list[Prompt], num_choices: int) -> int | None:
+def _call_tokens(is_first: bool, prompts: list[Prompt], num_choices: int) -> int | None:
     """What the engine is told of the call that a request belongs to: its first answer's request stands for all."""
     if len(prompts) * num_choices == 1:
         return None
-    return num_choices * sum(len(prompt.token_ids) for prompt in prompts) if index == 0 else 0
+    return num_choices * sum(len(prompt.token_ids) for prompt in prompts) if is_first else 0
 
 
-def _check_unfinished(context: ServerContext, params: SamplingParams, so_far: list[int]) -> None:
-    assembler = TextAssembler(context.tokenizer, params)
-    assembler.replay(so_far)
-    if assembler.finish is not None:
-        raise InvalidParameter("continue_from", len(so_far), "these tokens already hold a stop text")
+def _check_unfinished(context: ServerContext, params: SamplingParams, begun: Begun) -> None:
+    for index, token_ids in enumerate(begun.token_ids):
+        assembler = TextAssembler(context.tokenizer, params)
+        assembler.replay(token_ids)
+        if assembler.finish is not None and index not in begun.ended:
+            raise InvalidParameter("continue_from", len(token_ids), "these tokens already hold a stop text")
 
 
 def _most_tokens(context: ServerContext, caller: Caller, prompt: Prompt, params: SamplingParams) -> int:

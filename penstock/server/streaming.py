@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.errors import PenstockError
 from penstock.protocol.errors import reply_for
-from penstock.protocol.frames import FRAMES_HEADER, failure_frame, frame, last_frame
+from penstock.protocol.frames import FRAMES_HEADER, NO_LEASE, ChoiceTokens, failure_frame, frame, last_frame
 from penstock.protocol.generation import Usage
 from penstock.server.answer import Answer, Choice
 from penstock.server.open_answers import ClientGone, OpenAnswers
@@ -31,7 +31,6 @@ _EVENT_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-_FRAMED_HEADERS = [*_EVENT_HEADERS, (FRAMES_HEADER.encode(), b"1")]
 _logger = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
 
@@ -100,21 +99,31 @@ class AnswerResponse(Response):
         async with aclosing(self._answer.batches()) as batches:
             async for batch in batches:
                 events = b"".join([self._reply.events(choice, piece) for choice, piece in batch])
+                # Before anything is awaited: choices go on while this is sent.
+                framed = self._frame(events, batch) if self._framed else events
                 if not self._started:
                     self._note_first_token()
-                    await self._start(send, 200, _FRAMED_HEADERS if self._framed else _EVENT_HEADERS)
-                if self._framed:
-                    choice, piece = batch[0]
-                    if piece.finish is not None:
-                        last_events = events  # with the end, in one frame: an answer has finished or it has not
-                        continue
-                    events = frame(events, choice.new_token_ids)
-                if events:
-                    await send({"type": "http.response.body", "body": events, "more_body": True})
+                    await self._start(send, 200, self._event_headers())
+                if framed is None:
+                    last_events = events
+                elif framed:
+                    await send({"type": "http.response.body", "body": framed, "more_body": True})
         await self._book_outcome()
         end = last_events + self._reply.usage_event(self._answer.usage()) + DONE
         end = last_frame(end) if self._framed else end
         await send({"type": "http.response.body", "body": end, "more_body": False})
+
+    def _frame(self, events: bytes, batch: list[tuple[Choice, TextPiece]]) -> bytes | None:
+        """Return events in a frame; None for the last, which go with the end: an answer has finished or it has not."""
+        if all(choice.finish is not None for choice in self._answer.choices):
+            return None
+        told = [ChoiceTokens(choice.index, choice.new_token_ids, piece.finish is not None) for choice, piece in batch]
+        return frame(events, *told)
+
+    def _event_headers(self) -> list[tuple[bytes, bytes]]:
+        if not self._framed:
+            return _EVENT_HEADERS
+        return [*_EVENT_HEADERS, (FRAMES_HEADER.encode(), (self._answer.charge.lease_id or NO_LEASE).encode())]
 
     async def _send_whole(self, send: Send) -> None:
         texts = await read_whole(self._answer, self._note_first_token)
@@ -124,6 +133,10 @@ class AnswerResponse(Response):
     async def _send_error(self, error: Exception, send: Send) -> None:
         reply = reply_for(error)
         self._record.error_code = reply.code
+        if self._started and self._framed:
+            # Whoever goes on with the answer books all of it, on this one's lease.
+            self._note_outcome()
+            self._answer.charge.leave_lease(self._record)
         await self._book_outcome()
         if self._started:
             event_body = b"data: %b\n\n" % reply.body

@@ -26,6 +26,7 @@ from penstock.errors import PenstockError
 from penstock.models.store import ModelFiles
 from penstock.server.config import ServerConfig
 from penstock.server.listeners import joined, listen, listen_for_admin, remove_socket
+from penstock.server.registration import Registrations
 from penstock.server.worker_setup import WorkerSetup
 from penstock.telemetry import log_event
 
@@ -76,6 +77,8 @@ class Supervisor:
         self._workers: dict[int, asyncio.subprocess.Process] = {}
         self._client: EngineClient | None = None
         self._refused: str | None = None
+        port = self._listener.getsockname()[1]
+        self._registrations = Registrations(config.gateways, config.host, port, os.environ.get("PENSTOCK_API_KEY"))
 
     @property
     def url(self) -> str:
@@ -251,10 +254,12 @@ class Supervisor:
             await asyncio.sleep(0.05)
         self.timeline.mark("API workers")
         self._on_ready(self)
+        await self._registrations.run()
 
     async def _end(self, tasks: list["asyncio.Task[None]"]) -> None:
         """End workers first, so that their open requests can finish, then the engine; leave nothing behind."""
         self._draining.set()
+        await self._registrations.leave()
         for worker in self._workers.values():
             _signal(worker, signal.SIGTERM)
         limit = self.config.drain_seconds + _STOP_SECONDS

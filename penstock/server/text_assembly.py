@@ -21,7 +21,7 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What one event added. `tokens` are those whose text has now been shown, when scores were asked for."""
+    """What one event added. `tokens` are those whose text this is, when scores were asked for."""
 
     text: str = ""
     tokens: list[ScoredToken] = field(default_factory=list)
@@ -55,6 +55,12 @@ class TextAssembler:
         self._waiting: deque[_Waiting] = deque()
         self._num_made = 0  # characters that came out of the tokens
         self._num_shown = 0  # characters that left in pieces
+        self._unshown = ""  # with scores: text that waits for the end of its token
+        self._num_overlapping = 0  # characters shown elsewhere that a stop string may still claim here
+
+    @property
+    def is_scored(self) -> bool:
+        return self._scored
 
     def push(self, event: TokenEvent) -> TextPiece:
         """Take what one step gave and return what may now be shown."""
@@ -69,19 +75,27 @@ class TextAssembler:
             self.num_tokens += event.stop_token is not None
             text += self._flush()
             self.finish = self.finish or event.finish  # the last text may have completed a stop string
+        if self._scored:
+            text = self._up_to_token_end(text)
         return TextPiece(text, self._release(text), self.finish)
 
     def replay(self, token_ids: list[int]) -> None:
         """Take tokens whose text was shown elsewhere: what follows goes on exactly behind it."""
-        self.push(TokenEvent(request_id="", token_ids=token_ids))
+        if not self._scored:
+            self.push(TokenEvent(request_id="", token_ids=token_ids))
+            return
+        # A scored stream tells the tokens that it has shown whole; some of that may still be held back here.
+        shown = self._push_each(token_ids, None)
+        self._num_overlapping = self._num_made - len(shown)
+        self._num_shown = self._num_made
 
-    def _push_each(self, token_ids: list[int], scores: list[TokenLogprob]) -> str:
+    def _push_each(self, token_ids: list[int], scores: list[TokenLogprob] | None) -> str:
         """Go token by token, to know which of them completes a stop string and where each one's text lies."""
         shown = []
         for place, token_id in enumerate(token_ids):
             text = self._detokenizer.push([token_id])
             self.num_tokens += 1
-            if self._scored:
+            if self._scored and scores is not None:
                 self._note(scores[place], text)
             self._num_made += len(text)
             shown.append(self._match(text))
@@ -114,6 +128,19 @@ class TextAssembler:
                 if waiting.end is not None:
                     break
                 waiting.end = self._num_made + len(text)
+
+    def _up_to_token_end(self, text: str) -> str:
+        """Return what may be shown up to the end of a token: a piece has the scores of all its text, and no others."""
+        overlap = min(self._num_overlapping, len(text))
+        self._num_overlapping -= overlap
+        text = self._unshown + text[overlap:]
+        self._unshown = ""
+        if self.finish is None:
+            reach = self._num_shown + len(text)
+            ends = [waiting.end for waiting in self._waiting if waiting.end is not None and waiting.end <= reach]
+            num_whole = max(ends, default=self._num_shown) - self._num_shown
+            text, self._unshown = text[:num_whole], text[num_whole:]
+        return text
 
     def _release(self, text: str) -> list[ScoredToken]:
         """Return the tokens whose text was shown; at the end, those of which any part was."""

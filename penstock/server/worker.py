@@ -22,13 +22,14 @@ import uvloop
 from fastapi import FastAPI
 
 from penstock.child_setup import decode_setup
+from penstock.connection_limits import ConnectionLimits, raise_file_limit
 from penstock.engine.client import EngineClient
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import EngineUnavailable, TemplateFailed
 from penstock.server.app import create_admin_app, create_app
 from penstock.server.batch.runner import BatchRunner
 from penstock.server.chat_template import ChatTemplate
-from penstock.server.connection import ConnectionLimits, connection_class, raise_file_limit
+from penstock.server.connection import connection_class
 from penstock.server.context import ServerContext, build_context
 from penstock.server.shared_prefixes import DeclaredPrefix, SharedPrefixes, tokenize_prefixes
 from penstock.server.worker_setup import WorkerSetup

@@ -30,6 +30,7 @@ _FIRST_MEAN_OUTPUT_TOKENS = 256.0
 _MAX_ROWS = 1000  # in one statement
 _LEARNING_RATE = 0.1
 _BATCH_LIMIT = "tokens_per_day"
+_NOBODY = ""  # no tenant's name: the holder of leases that were taken over
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,8 +80,12 @@ class QuotaStore:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def admit(self, caller: Caller, need: Need) -> Lease | Refusal:
-        """Reserve what a request may use. Raises LimitTooSmall for one that no wait would let in."""
+    def admit(self, caller: Caller, need: Need, instead_of: str | None = None) -> Lease | Refusal:
+        """Reserve what a request may use. Raises LimitTooSmall for one that no wait would let in.
+
+        Who goes on with an answer gives the lease of the server that began it, `instead_of` which this one is: it was
+        admitted then and is not refused now. What was reserved there stands, as it does for a process that was killed.
+        """
         limits = caller.terms.limits
         _check_fits(limits, need)
         with self._database.writing() as connection:
@@ -89,7 +94,8 @@ class QuotaStore:
             is_set_back = now < in_use.at
             in_use.move_to(now, limits)
             output_tokens = _estimate(limits, need, in_use.mean_output_tokens)
-            refusal = _refusal(connection, caller, in_use, need, output_tokens)
+            goes_on = instead_of is not None and _take_over(connection, caller.tenant, instead_of, in_use.at)
+            refusal = None if goes_on else _refusal(connection, caller, in_use, need, output_tokens)
             if refusal is not None:
                 if is_set_back:  # or the buckets would leak again only when the clock has caught up
                     _write(connection, caller.tenant, in_use)
@@ -216,6 +222,16 @@ def _end_leases(connection: Connection, tenant: str, now: float) -> None:
     connection.execute(delete(leases).where(own, leases.c.expires_at <= now))
     # A lease that seems longer is from before the clock was set back. Who still holds it renews it; else it runs out.
     connection.execute(update(leases).where(own, leases.c.expires_at > latest).values(expires_at=latest))
+
+
+def _take_over(connection: Connection, tenant: str, lease_id: str, now: float) -> bool:
+    """End a tenant's claim to a lease; return whether it was still held. Each can be taken over once.
+
+    Its row stays, nobody's, until it runs out: a holder that lives all the same settles it, and cannot claim it again.
+    """
+    connection.execute(delete(leases).where(leases.c.tenant == _NOBODY, leases.c.expires_at <= now))
+    held = update(leases).where(leases.c.id == lease_id, leases.c.tenant == tenant)
+    return bool(connection.execute(held.values(tenant=_NOBODY)).rowcount)
 
 
 def _lock(connection: Connection, tenant: str, database: Database) -> InUse:

@@ -52,6 +52,7 @@ OPTIONS = [
     "store",
     "admin_listen",
     "shared_prefixes",
+    "gateway",
     "max_body_bytes",
     "drain_seconds",
     "log_format",

@@ -17,6 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("models",),
     ("parallel", "kernels"),
+    ("metering",),
     ("protocol", "store"),
 )
 # The bottom. They see each other, and nothing above.
@@ -24,6 +25,7 @@ ROOT_MODULES = (
     "block_hash",
     "child_setup",
     "config",
+    "connection_limits",
     "errors",
     "machine",
     "registry",

@@ -20,6 +20,7 @@ class FakeReplica:
 
     models: tuple[str, ...] = ("tiny",)
     answer: Answer = say_hello
+    files: Callable[["FakeReplica", web.Request], Awaitable[web.StreamResponse]] | None = None
     ready: int = 200
     version: str = "stable"  # that it is known under
     metrics: str = ""
@@ -41,6 +42,10 @@ class FakeReplica:
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
         return await self.answer(self, request, body)
 
+    async def _files(self, request: web.Request) -> web.StreamResponse:
+        assert self.files is not None
+        return await self.files(self, request)
+
     async def _models(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"data": [{"id": name, "max_context_tokens": 512} for name in self.models]})
 
@@ -57,6 +62,8 @@ class FakeReplica:
         for path in ("/ready", "/health"):
             app.router.add_get(path, self._ready)
         app.router.add_get("/metrics", self._metrics)
+        if self.files is not None:
+            app.router.add_route("*", "/v1/{kind:files|batches}{rest:.*}", self._files)
         app.router.add_post("/v1/{path:.+}", self._post)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
         await runner.setup()

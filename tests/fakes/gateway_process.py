@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tests.fakes.tiny_tokenizer import write_tokenizer
@@ -70,11 +70,13 @@ def write_simulated_model(folder: Path) -> Path:
     return model
 
 
-def start_replica(model: Path, *arguments: str, pace: str = "1") -> ServerProcess:
+def start_replica(
+    model: Path, *arguments: str, pace: str = "1", store: str = "none", variables: Mapping[str, str] | None = None
+) -> ServerProcess:
     """A Penstock server on a simulated device: about 5 ms a token times `pace`."""
     profile = f"h200-llama-8b@{pace}"
-    options = ["--load-format", "dummy", "--device", "simulated", "--simulated-profile", profile, "--store", "none"]
-    return ServerProcess(str(model), *options, *arguments)
+    options = ["--load-format", "dummy", "--device", "simulated", "--simulated-profile", profile, "--store", store]
+    return ServerProcess(str(model), *options, *arguments, variables=variables)
 
 
 def kill_all(server: ServerProcess) -> None:

@@ -38,6 +38,8 @@ class ReplicaAdapter:
     waiting: tuple[str, ...]
     kv_utilization: str | None
     context_fields: tuple[str, ...] = ()  # where an entry of /v1/models tells the longest context
+    counts_usage: bool = False  # admits and books requests in the store itself
+    keeps_files: bool = False  # has /v1/files and /v1/batches, on the store that all replicas share
     can_frame: bool = False  # streams that another replica can go on with (`protocol.frames`)
     metrics_path: str = "/metrics"
     models_path: str = "/v1/models"

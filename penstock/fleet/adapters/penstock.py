@@ -9,5 +9,7 @@ ADAPTER = ReplicaAdapter(
     waiting=("penstock_total_queued_requests",),
     kv_utilization="penstock_kv_cache_utilization",
     context_fields=("max_context_tokens",),
+    counts_usage=True,
+    keeps_files=True,
     can_frame=True,
 )

@@ -67,10 +67,11 @@ class Trial:
         if self.keeps_text and len(self.data) < _MAX_BYTES:
             self.data += data
 
-    def end(self, token_ids: list[int] | None = None, first_at: float | None = None) -> None:
-        """Take that a stream came to its end; `token_ids` and `first_at` are of one that was not fed."""
+    def end(self, choices: list[list[int]] | None = None, first_at: float | None = None) -> None:
+        """Take that a stream came to its end; its choices' tokens and `first_at` are told of one that was not fed."""
         self.ended_at = time.monotonic()
-        self.token_ids = token_ids
+        # Several choices take turns: neither their times nor where they part tell much.
+        self.token_ids = choices[0] if choices is not None and len(choices) == 1 else None
         self.first_at = first_at or self.first_at
 
     def take_whole(self, body: bytes) -> None:

@@ -16,7 +16,6 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from penstock.errors import (
-    BodyTooLarge,
     MethodNotAllowed,
     NotPermitted,
     NotReady,
@@ -31,13 +30,18 @@ from penstock.fleet.discovery.registration import Registration
 from penstock.fleet.replica import ReplicaPool
 from penstock.fleet.rollout.rollouts import Rollouts
 from penstock.fleet.rollout.routes import rollout_routes
+from penstock.fleet.router.account import Account
 from penstock.fleet.router.admin import admin_routes
+from penstock.fleet.router.connection import Connections, read_body
 from penstock.fleet.router.decisions import Decision, DecisionLog
 from penstock.fleet.router.dispatch import Dispatcher
 from penstock.fleet.router.downstream import ClientGone
+from penstock.fleet.router.file_proxy import PATTERN, FileProxy
 from penstock.fleet.router.metrics import GatewayMetrics
 from penstock.fleet.router.proxy import Proxy
 from penstock.fleet.router.query import RouteQuery, read_head
+from penstock.fleet.router.urgency import urgency_of
+from penstock.metering.meter import Meter
 from penstock.protocol.errors import reply_for
 from penstock.protocol.health import Health
 from penstock.protocol.models import Model, ModelList
@@ -66,11 +70,14 @@ class GatewayContext:
     ring: KeyRing
     dispatcher: Dispatcher
     proxy: Proxy
+    files: FileProxy
     metrics: GatewayMetrics
     decisions: DecisionLog
     registration: Registration
     rollouts: Rollouts
+    connections: Connections
     max_body_bytes: int
+    meter: Meter | None = None  # None: the gateway counts nothing itself
     draining: bool = False
 
 
@@ -78,6 +85,8 @@ def create_app(context: GatewayContext) -> web.Application:
     """Return the app of the public port. With keys it has the admin routes too, for keys with admin = true."""
     app = _bare_app(context)
     routes = _Routes(context)
+    for method in ("GET", "POST", "DELETE"):
+        app.router.add_route(method, PATTERN, routes.files)
     app.router.add_post("/v1/{path:[A-Za-z0-9_/-]+}", routes.forward)
     app.router.add_get("/v1/models", routes.list_models)
     app.router.add_get("/v1/models/{model:.+}", routes.show_model)
@@ -126,10 +135,7 @@ class _Routes:
         caller = self._identify(request)
         if request.content_type != "application/json":
             raise WrongMediaType("send the body as JSON, with the header 'Content-Type: application/json'")
-        try:
-            body = await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise BodyTooLarge(context.max_body_bytes) from None
+        body = await read_body(request, context.max_body_bytes, context.connections.limits)
         head = read_head(body)
         model = context.config.aliases.get(head.model, head.model)
         if not (caller.may_use(head.model) or caller.may_use(model)):
@@ -148,13 +154,24 @@ class _Routes:
         try:
             response = await context.proxy.forward(
                 request, body, query, record, decision,
-                streams=bool(head.stream), priority=caller.terms.priority or 0, has_keys=not context.ring.is_open,
+                streams=bool(head.stream), urgency=urgency_of(head, caller.terms, record.arrival),
+                has_keys=not context.ring.is_open,
+                account=Account(context.meter, caller, model, head), hides_usage=not head.wants_usage,
             )  # fmt: skip
             decision.status = response.status
             return response
         finally:
             context.decisions.add(decision)
             context.metrics.observe(decision)
+
+    async def files(self, request: web.Request) -> web.StreamResponse:
+        """Have a replica answer for the store that all of them share."""
+        self._identify(request)
+        context, record = self._context, request[RECORD]
+        record.route = f"/v1/{request.match_info['kind']}"
+        return await context.files.forward(
+            request, record.request_id, max_body_bytes=context.max_body_bytes, has_keys=not context.ring.is_open
+        )
 
     async def list_models(self, request: web.Request) -> web.StreamResponse:
         caller = self._identify(request)
@@ -223,6 +240,7 @@ def _front_door(context: GatewayContext) -> Middleware:
             # What the framework itself raises then: it closes the connection and says nothing.
             raise asyncio.CancelledError from None
         finally:
+            context.connections.note_answered(request.transport)
             record.total_seconds = time.monotonic() - record.arrival
             # Names of models that nobody serves would be labels without number.
             known = record.model if context.pool.serving(record.model) else ""

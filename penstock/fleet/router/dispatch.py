@@ -14,9 +14,11 @@ from penstock.fleet.rollout.split import VersionSplit
 from penstock.fleet.router.policies.interface import Choice, Policy
 from penstock.fleet.router.policies.registry import POLICIES
 from penstock.fleet.router.query import RouteQuery
+from penstock.fleet.router.urgency import PLAIN, Urgency
 from penstock.fleet.router.waiting_room import RoomFull, WaitingRoom
 
 _SMOOTHING = 0.2
+_UNKNOWN_WAIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class Wish:
     """What a request wants of its replica."""
 
     query: RouteQuery
-    priority: int = 0
+    urgency: Urgency = PLAIN
     avoid: Collection[str] = ()  # URLs of replicas that failed it; taken again only where there is no other
     must_frame: bool = False  # it can only go on with an answer that another began
 
@@ -70,6 +72,16 @@ class Dispatcher:
     def num_waiting(self) -> int:
         return sum(len(lane.room) for lane in self._lanes.values())
 
+    def counts_nowhere(self, model: str) -> bool:
+        """Whether every replica of a model is one that does not count usage itself."""
+        replicas = self._pool.serving(model)
+        return bool(replicas) and not any(replica.adapter.counts_usage for replica in replicas)
+
+    def max_context_tokens(self, model: str) -> int | None:
+        """Return the longest context of a model, as far as its replicas tell."""
+        served = self._pool.models().get(model)
+        return served.max_context_tokens if served is not None else None
+
     async def acquire(self, wish: Wish) -> Placement:
         """Return a place for a request. Raises UnknownModel, Overloaded or EngineUnavailable."""
         lane = self._lane(wish.query.model)
@@ -82,26 +94,38 @@ class Dispatcher:
         if not is_there and not self._may_come(model):
             raise UnknownModel(model, sorted(self._pool.models()))
         seconds = queue.max_wait_seconds if is_there else queue.hold_seconds
+        latest = wish.urgency.latest
+        if latest is not None:
+            seconds = min(seconds, latest - self._pool.clock())
+        # Only behind others, who keep the estimate fresh.
+        if is_there and len(lane.room) and self._expected_wait(lane) > seconds:
+            raise self._overloaded(lane, model, f"a place is expected only after more than {max(0.0, seconds):.3g} s")
         try:
             return await lane.room.enter(
-                wish.query.tenant, wish.priority, seconds, lambda: self._place(lane, wish), Placement.release
+                wish.query.tenant,
+                wish.urgency.priority,
+                seconds,
+                lambda: self._place(lane, wish),
+                Placement.release,
+                latest=latest,
             )
         except RoomFull:
             message = f"{queue.max_waiting_per_tenant} of your requests wait for a replica, which is the limit"
-            raise Overloaded(message, retry_after_seconds=self._retry_after(lane, model)) from None
+            raise self._overloaded(lane, model, message) from None
         except TimeoutError:
             if any(replica.is_up for replica in self._eligible(wish.query)):
-                message = f"every replica of the model stayed full for {seconds:g} s"
-                raise Overloaded(message, retry_after_seconds=self._retry_after(lane, model)) from None
+                message = f"every replica of the model stayed full for {max(0.0, seconds):.3g} s"
+                raise self._overloaded(lane, model, message) from None
             raise EngineUnavailable(self._lack(wish.query)) from None
 
     def on_release(self, model: str) -> None:
         """A request has ended: learn how fast they do, and call the next."""
         lane, now = self._lane(model), self._pool.clock()
-        if lane.released_at is not None and len(lane.room):
+        if lane.released_at is not None:
             seconds, known = now - lane.released_at, lane.seconds_per_release
             lane.seconds_per_release = seconds if known is None else known + _SMOOTHING * (seconds - known)
-        lane.released_at = now
+        # Only while somebody waits do places become free as fast as they can.
+        lane.released_at = now if len(lane.room) else None
         lane.room.call_next()
 
     def call_waiting(self) -> None:
@@ -155,8 +179,13 @@ class Dispatcher:
             return True
         return not any(replica.is_up for replica in self._pool)
 
-    def _retry_after(self, lane: _Lane, model: str) -> float:
-        """Return when a place may be free: when a replica said so, or when those who wait will have been served."""
+    def _overloaded(self, lane: _Lane, model: str, message: str) -> Overloaded:
+        """Return a refusal that says when to come again: when a replica said, or when those who wait will be served."""
         told = [replica.seconds_until_free for replica in self._pool.serving(model) if replica.seconds_until_free > 0]
-        served = (len(lane.room) + 1) * lane.seconds_per_release if lane.seconds_per_release is not None else 1.0
-        return max(min(told, default=0.0), served)
+        served = self._expected_wait(lane) if lane.seconds_per_release is not None else _UNKNOWN_WAIT_SECONDS
+        return Overloaded(message, retry_after_seconds=max(min(told, default=0.0), served))
+
+    @staticmethod
+    def _expected_wait(lane: _Lane) -> float:
+        """Return how long one more must wait if places go on to become free as they did; 0 where nobody knows."""
+        return (len(lane.room) + 1) * (lane.seconds_per_release or 0.0)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import aiohttp
 
-from penstock.fleet.breaker import Standing
 from penstock.fleet.replica import Replica, ReplicaPool
 from penstock.fleet.router.upstream import UPSTREAM_ERRORS, error_code, note_failure, own_headers, target
 
@@ -16,30 +15,46 @@ _MODELS_EVERY = 10  # probes
 
 
 class HealthMonitor:
-    def __init__(self, pool: ReplicaPool, session: aiohttp.ClientSession, on_round: Callable[[], None]) -> None:
+    def __init__(self, pool: ReplicaPool, session: aiohttp.ClientSession, on_probe: Callable[[], None]) -> None:
+        """`on_probe` is called behind each probe: somebody may be served now."""
         self._pool = pool
         self._session = session
-        self._on_round = on_round
+        self._on_probe = on_probe
         self._timeout = aiohttp.ClientTimeout(total=pool.health.probe_timeout_seconds)
         self._num_probes: dict[str, int] = {}
+        self._under_way: set[str] = set()  # URLs
 
     async def run(self) -> None:
-        """Probe for ever; at once when replicas were added."""
-        while True:
-            self._pool.added.clear()
-            await self.probe_all()
-            try:
-                async with asyncio.timeout(self._pool.health.probe_seconds):
-                    await self._pool.added.wait()
-            except TimeoutError:
-                continue
+        """Probe for ever; at once when replicas were added. One that hangs delays nobody else's probe."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                self._pool.added.clear()
+                replicas = self._known()
+                for replica in replicas:
+                    if replica.url not in self._under_way:
+                        group.create_task(self._probe_once(replica))
+                try:
+                    async with asyncio.timeout(self._pool.health.probe_seconds):
+                        await self._pool.added.wait()
+                except TimeoutError:
+                    continue
 
     async def probe_all(self) -> None:
         """Probe every replica once."""
+        await asyncio.gather(*[self._probe_once(replica) for replica in self._known()])
+
+    def _known(self) -> list[Replica]:
         replicas = list(self._pool)
         self._num_probes = {replica.url: self._num_probes.get(replica.url, 0) for replica in replicas}
-        await asyncio.gather(*[self._probe(replica) for replica in replicas])
-        self._on_round()
+        return replicas
+
+    async def _probe_once(self, replica: Replica) -> None:
+        self._under_way.add(replica.url)
+        try:
+            await self._probe(replica)
+        finally:
+            self._under_way.discard(replica.url)
+        self._on_probe()
 
     async def _probe(self, replica: Replica) -> None:
         try:
@@ -60,10 +75,7 @@ class HealthMonitor:
             replica.breaker.on_probe(False, "it tells no models; a key_file may be missing")
             return
         await self._read_load(replica)
-        before = replica.breaker.standing
         replica.breaker.on_probe(True)
-        if before is not Standing.READY and replica.breaker.standing is not before:
-            self._on_round()
 
     async def _read_models(self, replica: Replica) -> None:
         try:

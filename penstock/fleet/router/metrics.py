@@ -4,7 +4,7 @@ from collections import Counter as Tally
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -13,14 +13,16 @@ from penstock.fleet.replica import ReplicaPool
 from penstock.fleet.rollout.split import VersionSplit
 from penstock.fleet.router.decisions import Decision
 from penstock.fleet.router.dispatch import Dispatcher
+from penstock.metering.counts import StoreCounts
 
 _BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class GatewayMetrics:
-    def __init__(self, pool: ReplicaPool, dispatcher: Dispatcher, split: VersionSplit) -> None:
+    def __init__(self, pool: ReplicaPool, dispatcher: Dispatcher, split: VersionSplit, counts: StoreCounts) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_Gauges(pool, dispatcher, split))
+        self._registry.register(_StoreCounters(counts))
         self.requests = Counter(
             "penstock_gateway_requests", "Requests answered", ["model", "status"], registry=self._registry
         )
@@ -52,6 +54,20 @@ class GatewayMetrics:
             buckets=_BOUNDS,
             registry=self._registry,
         )
+
+        self.estimated_usage = Counter(
+            "penstock_gateway_estimated_usage",
+            "Answers of foreign servers that did not tell what they cost",
+            registry=self._registry,
+        )
+
+        self._cut = Counter(
+            "penstock_gateway_connections_cut", "Connections that the gateway ended", ["why"], registry=self._registry
+        )
+
+    def count_cut(self, why: str) -> None:
+        """Count a connection that the gateway ended before its caller did."""
+        self._cut.labels(why).inc()
 
     def observe(self, decision: Decision) -> None:
         """Count the times of a request that has ended: nobody waits for it any more."""
@@ -104,3 +120,19 @@ class _Gauges(Collector):
             labels = [rollout.model, rollout.candidate, rollout.status.value]
             percent.add_metric(labels, rollout.candidate_percent)
         yield percent
+
+
+class _StoreCounters(Collector):
+    """What was counted of limits and the store."""
+
+    def __init__(self, counts: StoreCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Requests refused for a tenant's limit"
+        limited = CounterMetricFamily("penstock_gateway_limited_requests", text, labels=["limit"])
+        for limit, count in self._counts.limit_refusals.items():
+            limited.add_metric([limit], count)
+        yield limited
+        text = "Transactions that the store did not take"
+        yield CounterMetricFamily("penstock_gateway_store_failures", text, self._counts.num_store_failures)

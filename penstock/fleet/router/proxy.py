@@ -6,6 +6,7 @@ one stream. Knows nothing of how replicas are found or chosen.
 """
 
 import asyncio
+import dataclasses
 import random
 import time
 from dataclasses import dataclass, field
@@ -14,13 +15,16 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from penstock.errors import EngineFailed, LimitReached, Overloaded, PenstockError
+from penstock.errors import EngineFailed, EngineUnavailable, LimitReached, Overloaded, PenstockError
+from penstock.fleet.replica import Replica
 from penstock.fleet.rollout.shadow import ShadowCopy
 from penstock.fleet.rollout.trial import Trial
 from penstock.fleet.rollout.trials import Trials
+from penstock.fleet.router.account import Account
 from penstock.fleet.router.decisions import ROUTE_HEADER, Decision
 from penstock.fleet.router.dispatch import Dispatcher, Placement, Wish
-from penstock.fleet.router.downstream import Downstream, StalledReaders
+from penstock.fleet.router.downstream import Downstream, begin_stream
+from penstock.fleet.router.foreign_usage import UsageReader, asking_for_usage, read_whole
 from penstock.fleet.router.metrics import GatewayMetrics
 from penstock.fleet.router.query import RouteQuery
 from penstock.fleet.router.upstream import (
@@ -35,8 +39,9 @@ from penstock.fleet.router.upstream import (
     retry_after_seconds,
     target,
 )
+from penstock.fleet.router.urgency import Urgency, with_time_left
 from penstock.protocol.errors import ErrorReply, reply_for
-from penstock.protocol.frames import FRAMES_HEADER, BrokenFrames, FrameReader
+from penstock.protocol.frames import FRAMES_HEADER, NO_LEASE, BrokenFrames, FrameReader
 from penstock.telemetry import RequestRecord
 
 # Replicas that may fail a request in a row before it is given up: one that kills replicas must not kill them all.
@@ -60,8 +65,10 @@ class _Exchange:
     streams: bool
     record: RequestRecord
     decision: Decision
-    priority: int
+    urgency: Urgency
     has_keys: bool
+    account: Account
+    hides_usage: bool  # a stream's caller did not ask what it cost
     seed: int  # for a stream that may move to another replica: there it must draw the same
     avoid: set[str] = field(default_factory=set)
     num_failures: int = 0  # in a row
@@ -77,7 +84,6 @@ class Proxy:
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._trials = trials
-        self.readers = StalledReaders()
 
     async def forward(
         self,
@@ -88,18 +94,32 @@ class Proxy:
         decision: Decision,
         *,
         streams: bool,
-        priority: int,
+        urgency: Urgency,
         has_keys: bool,
+        account: Account,
+        hides_usage: bool,
     ) -> web.StreamResponse:
         """Answer a request with what a replica answers. Raises PenstockError where none does, and ClientGone."""
         seed = random.getrandbits(56)
-        exchange = _Exchange(request, body, query, streams, record, decision, priority, has_keys, seed)
+        exchange = _Exchange(
+            request, body, query, streams, record, decision, urgency, has_keys, account, hides_usage, seed
+        )
+        try:
+            if self._dispatcher.counts_nowhere(query.model):
+                await account.open(record, self._dispatcher.max_context_tokens(query.model))
+            return await self._answer(exchange)
+        finally:
+            account.close(record)
+
+    async def _answer(self, exchange: _Exchange) -> web.StreamResponse:
         while True:
             try:
                 placement = await self._place(exchange)
-            except Overloaded:
-                if exchange.refusal is None:
+            except (Overloaded, EngineUnavailable) as error:
+                if exchange.refusal is None or not isinstance(error, Overloaded):
+                    exchange.account.refuse(exchange.record)
                     raise
+                exchange.account.fail(exchange.record, exchange.refusal.status)
                 return _error_response(exchange)  # the replica's own refusal says more
             exchange.trial = self._trials.begin(exchange.query, placement.replica)
             try:
@@ -110,11 +130,13 @@ class Proxy:
             if response is not None:
                 return response
             if exchange.num_failures >= MAX_ATTEMPTS:
+                assert exchange.refusal is not None
+                exchange.account.fail(exchange.record, exchange.refusal.status)
                 return _error_response(exchange)
             self._metrics.retries.inc()
 
     async def _place(self, exchange: _Exchange) -> Placement:
-        wish = Wish(exchange.query, exchange.priority, exchange.avoid)
+        wish = Wish(exchange.query, exchange.urgency, exchange.avoid)
         placement = await self._dispatcher.acquire(wish)
         exchange.decision.attempts += 1
         exchange.decision.waited_seconds = time.monotonic() - exchange.record.arrival
@@ -124,8 +146,12 @@ class Proxy:
     async def _attempt(self, exchange: _Exchange, placement: Placement) -> web.StreamResponse | None:
         """Send the request to one replica; None where another should be tried."""
         replica = placement.replica
+        if replica.adapter.counts_usage:
+            exchange.account.leave_to_replica()
+        else:
+            await exchange.account.open(exchange.record, self._dispatcher.max_context_tokens(exchange.query.model))
         try:
-            async with await self._open(exchange, placement, exchange.body) as upstream:
+            async with await self._open(exchange, placement, _body_for(exchange, replica)) as upstream:
                 if upstream.status in RETRIED_STATUSES or upstream.status == 429:
                     if await self._is_final(exchange, placement, upstream):
                         return _error_response(exchange)
@@ -137,12 +163,27 @@ class Proxy:
                 replica.breaker.on_success()
                 if exchange.trial is not None and upstream.status == 200:
                     exchange.trial.take_whole(whole)
+                if not replica.adapter.counts_usage:
+                    await self._settle_whole(exchange, upstream.status, whole)
                 headers = self._headers(exchange, upstream)
                 return web.Response(status=upstream.status, body=whole, headers=headers)
         except UPSTREAM_ERRORS as error:
             note_failure(replica, error)
             self._note_failure(exchange, placement, reply_for(EngineFailed("a replica failed before it answered")))
             return None
+
+    async def _settle_whole(self, exchange: _Exchange, status: int, body: bytes) -> None:
+        if status >= 400:
+            exchange.account.fail(exchange.record, status)
+            return
+        read_whole(body, exchange.record)
+        await self._settle(exchange)
+
+    async def _settle(self, exchange: _Exchange) -> None:
+        """Write what a foreign server's answer cost before its last byte leaves."""
+        if exchange.account.is_kept and exchange.record.usage_source:
+            self._metrics.estimated_usage.inc()
+        await exchange.account.settle(exchange.record)
 
     async def _open(self, exchange: _Exchange, placement: Placement, body: bytes) -> aiohttp.ClientResponse:
         replica = placement.replica
@@ -163,10 +204,13 @@ class Proxy:
         if upstream.status == 429:
             exchange.refusal = reply
             if code == LimitReached.code:
+                exchange.account.fail(exchange.record, 429)
                 return True
             self._dispatcher.note_full(placement.replica, retry_after_seconds(upstream.headers))
             return False
-        note_refusal(placement.replica, upstream.status, code)
+        # One request that a server cannot digest must not have it ejected, however often it is tried there.
+        if placement.replica.url not in exchange.avoid:
+            note_refusal(placement.replica, upstream.status, code)
         self._note_failure(exchange, placement, reply)
         return False
 
@@ -176,14 +220,13 @@ class Proxy:
         self, exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse
     ) -> web.StreamResponse:
         response = web.StreamResponse(status=upstream.status, headers=self._headers(exchange, upstream))
-        downstream = await self.readers.begin(exchange.request, response)
-        try:
-            if upstream.headers.get(FRAMES_HEADER) is not None:
-                await self._pass_frames(exchange, placement, upstream, downstream)
-            else:
-                await self._pass_stream(exchange, placement, upstream, downstream)
-        finally:
-            self.readers.forget(downstream)
+        downstream = await begin_stream(exchange.request, response)
+        if upstream.headers.get(FRAMES_HEADER) is not None:
+            await self._pass_frames(exchange, placement, upstream, downstream)
+        elif exchange.account.is_kept and not placement.replica.adapter.counts_usage:
+            await self._pass_counted(exchange, placement, upstream, downstream)
+        else:
+            await self._pass_stream(exchange, placement, upstream, downstream)
         return response
 
     async def _pass_stream(
@@ -192,6 +235,7 @@ class Proxy:
         """Pass a stream on as it comes. One that breaks ends with an error event, without [DONE]."""
         try:
             while data := await upstream.content.readany():
+                placement.replica.breaker.on_answer()
                 await downstream.write(data)
                 if exchange.trial is not None:
                     exchange.trial.feed(data)
@@ -206,6 +250,36 @@ class Proxy:
         if exchange.trial is not None:
             exchange.trial.was_hindered = downstream.was_slow
             exchange.trial.end()
+        await downstream.end()
+
+    async def _pass_counted(
+        self, exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse, downstream: Downstream
+    ) -> None:
+        """Pass a foreign server's stream on, and book what it cost before its end is passed on too."""
+        reader = UsageReader(exchange.record, hides_usage=exchange.hides_usage)
+        try:
+            while data := await upstream.content.readany():
+                placement.replica.breaker.on_answer()
+                if passed := reader.feed(data):
+                    await downstream.write(passed)
+                if exchange.trial is not None:
+                    exchange.trial.feed(data)
+        except UPSTREAM_ERRORS as error:
+            if not downstream.was_slow:
+                note_failure(placement.replica, error)
+                if exchange.trial is not None:
+                    exchange.trial.fail()
+            await self._end_with_error(exchange, downstream, b"")
+            return
+        finally:
+            reader.note_cost()
+        placement.replica.breaker.on_success()
+        if exchange.trial is not None:
+            exchange.trial.was_hindered = downstream.was_slow
+            exchange.trial.end()
+        await self._settle(exchange)
+        if rest := reader.last_bytes():
+            await downstream.write(rest)
         await downstream.end()
 
     async def _pass_frames(
@@ -239,7 +313,8 @@ class Proxy:
             await self._end_with_error(exchange, downstream, failure_events)
 
     async def _place_again(self, exchange: _Exchange) -> Placement | None:
-        wish = Wish(exchange.query, exchange.priority, exchange.avoid, must_frame=True)
+        urgency = dataclasses.replace(exchange.urgency, first_token_by=None)  # the caller has had it
+        wish = Wish(exchange.query, urgency, exchange.avoid, must_frame=True)
         try:
             placement = await self._dispatcher.acquire(wish)
         except PenstockError:
@@ -250,11 +325,16 @@ class Proxy:
 
     async def _go_on(self, exchange: _Exchange, placement: Placement, stream: "_FramedStream") -> None:
         """Have a replica go on with a stream behind what the caller has seen."""
-        body = _continuation(exchange.body, stream)
+        has_begun = bool(stream.first_events)
+        body = with_time_left(
+            _continuation(exchange.body, stream), exchange.urgency, time.monotonic(), has_begun=has_begun
+        )
         try:
             async with await self._open(exchange, placement, body) as upstream:
                 if upstream.status != 200 or upstream.headers.get(FRAMES_HEADER) is None:
                     code = error_code(await read_error(upstream))
+                    if code == LimitReached.code:
+                        return  # the tenant's, and not the replica's
                     if upstream.status == 429:
                         self._dispatcher.note_full(placement.replica, retry_after_seconds(upstream.headers))
                     else:
@@ -284,7 +364,7 @@ class Proxy:
             asyncio.get_running_loop().call_soon(self._trials.end, exchange.query, trial, copy)
 
     def _headers(self, exchange: _Exchange, upstream: aiohttp.ClientResponse) -> dict[str, str]:
-        headers = response_headers(upstream.headers)
+        headers = response_headers(upstream.headers) | exchange.account.headers
         headers["x-request-id"] = exchange.record.request_id
         headers[ROUTE_HEADER] = exchange.decision.header()
         return headers
@@ -309,11 +389,13 @@ class _FramedStream:
         self.reader = reader
         self.first_events = b""
         self._first_at: float | None = None
+        self.lease = NO_LEASE  # that the newest replica holds for it
         self._downstream = downstream
 
     async def follow(self, placement: Placement, upstream: aiohttp.ClientResponse) -> bool:
         """Pass frames on until the last, or until the replica fails; return whether any came."""
         breaker, reader, content = placement.replica.breaker, self.reader, upstream.content
+        self.lease = upstream.headers.get(FRAMES_HEADER, NO_LEASE)
         came = False
         try:
             while data := await content.readany():
@@ -322,6 +404,7 @@ class _FramedStream:
                     if not came:
                         came = True
                         self._first_at = self._first_at or time.monotonic()
+                        breaker.on_answer()
                         self.first_events = self.first_events or events
                     await self._downstream.write(events)
                 if reader.finished:
@@ -348,15 +431,32 @@ class _FramedStream:
             trial.fail()
 
 
+def _body_for(exchange: _Exchange, replica: Replica) -> bytes:
+    """Return the body for a replica: with the time that is left or, where we must count, the wish to know its cost."""
+    counted = exchange.account.is_kept and not replica.adapter.counts_usage
+    path = exchange.request.rel_url.raw_path
+    if counted and exchange.streams and exchange.hides_usage and path.endswith("/completions"):
+        return asking_for_usage(exchange.body)
+    if replica.adapter.counts_usage:
+        return with_time_left(exchange.body, exchange.urgency, time.monotonic(), has_begun=False)
+    return exchange.body
+
+
 def _continuation(body: bytes, stream: _FramedStream) -> bytes:
     """Return the body that asks for the rest of an answer; the whole of it where nothing was seen yet."""
-    token_ids = stream.reader.token_ids
+    reader = stream.reader
+    token_ids = reader.token_ids
     if not token_ids:
         return body
     document = msgspec.json.decode(body)
     event = stream.first_events.partition(b"data: ")[2].partition(b"\n")[0]
     head = msgspec.json.decode(event, type=_ChunkHead)
-    document["continue_from"] = {"id": head.id, "created": head.created, "token_ids": token_ids}
+    begun: dict[str, object] = {"id": head.id, "created": head.created, "token_ids": token_ids}
+    if reader.ended_choices:
+        begun["ended"] = reader.ended_choices
+    if stream.lease != NO_LEASE:
+        begun["lease"] = stream.lease
+    document["continue_from"] = begun
     return msgspec.json.encode(document)
 
 

@@ -27,6 +27,31 @@ class RequestHead(msgspec.Struct, frozen=True):
     adapter: str | None = None
     messages: list[Any] | None = None
     prompt: Any = None
+    input: Any = None  # the prompt of other APIs
+    # Wrong values of these are for the replica to refuse.
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    stream_options: Any = None
+    priority: Any = None
+    deadline_ms: Any = None
+    targets: Any = None
+    best_effort: Any = None
+
+    @property
+    def num_choices(self) -> int:
+        return max(1, self.n or 1)
+
+    @property
+    def most_output_tokens(self) -> int | None:
+        """How long one answer may become, where the caller says."""
+        wanted = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return wanted if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted > 0 else None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream's last chunk is to tell what it cost."""
+        options = self.stream_options
+        return isinstance(options, Mapping) and bool(options.get("include_usage"))
 
 
 _decoder = msgspec.json.Decoder(RequestHead)

@@ -73,10 +73,10 @@ def request_headers(given: Mapping[str, str], replica: Replica, request_id: str,
 
 def own_headers(replica: Replica) -> dict[str, str]:
     """Return the gateway's own key for a replica, where it has one."""
-    if replica.entry.key_file is None:
+    if replica.key_file is None:
         return {}
     try:
-        key = Path(replica.entry.key_file).read_text(encoding="utf-8").strip()
+        key = Path(replica.key_file).read_text(encoding="utf-8").strip()
     except OSError:
         return {}  # the replica will say that it misses the key
     return {"authorization": f"Bearer {key}"}

@@ -1,11 +1,12 @@
 """Where requests for one model wait while no replica can take them: bounded per tenant, fair between tenants.
 
-Who waits is served by priority, then tenants in turn, then arrival. Knows nothing of replicas: what it hands out is
-whatever `place` gives.
+Who waits is served by priority, then tenants in turn, then of one tenant's the nearest deadline, then arrival. Knows
+nothing of replicas: what it hands out is whatever `place` gives.
 """
 
 import asyncio
-from collections import deque
+import bisect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -21,13 +22,17 @@ class RoomFull(Exception):
 class _Ticket(Generic[T]):
     place: Callable[[], T | None]
     given: "asyncio.Future[T]"
+    latest: float  # when it is worth nothing any more
+
+    def urgency(self) -> float:
+        return self.latest
 
 
 class WaitingRoom(Generic[T]):
     def __init__(self, max_per_tenant: int) -> None:
         self._max_per_tenant = max_per_tenant
         # By priority, the highest served first; tenants of one priority in the order of their turns.
-        self._queues: dict[int, dict[str, deque[_Ticket[T]]]] = {}
+        self._queues: dict[int, dict[str, list[_Ticket[T]]]] = {}
 
     def __len__(self) -> int:
         return sum(len(queue) for tenants in self._queues.values() for queue in tenants.values())
@@ -39,17 +44,20 @@ class WaitingRoom(Generic[T]):
         seconds: float,
         place: Callable[[], T | None],
         give_back: Callable[[T], None],
+        *,
+        latest: float | None = None,
     ) -> T:
         """Return what `place` gives as soon as it gives something and it is this request's turn.
 
-        Raises RoomFull, or TimeoutError after so many seconds. What came too late is given back.
+        `latest` is the moment, on whatever clock, at which a place is worth nothing any more. Raises RoomFull, or
+        TimeoutError after so many seconds. What came too late is given back.
         """
         given: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        ticket = _Ticket(place, given)
+        ticket = _Ticket(place, given, math.inf if latest is None else latest)
         tenants = self._queues.setdefault(priority, {})
         if sum(len(queues.get(tenant, ())) for queues in self._queues.values()) >= self._max_per_tenant:
             raise RoomFull
-        tenants.setdefault(tenant, deque()).append(ticket)
+        bisect.insort(tenants.setdefault(tenant, []), ticket, key=_Ticket.urgency)
         self.call_next()
         try:
             async with asyncio.timeout(seconds):
@@ -72,7 +80,7 @@ class WaitingRoom(Generic[T]):
                 given = None if ticket.given.done() else ticket.place()
                 if given is None and not ticket.given.done():
                     return  # nobody behind can be served either
-                queue.popleft()
+                del queue[0]
                 del tenants[tenant]
                 if queue:
                     tenants[tenant] = queue  # behind the others

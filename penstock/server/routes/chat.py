@@ -66,7 +66,6 @@ async def begin_chat(
     Also returns whether it goes in frames, which `frames`, a header, asks for.
     """
     context.check_model(chat.model, caller)
-    begun = chat.continue_from
     record.model, record.stream, record.completion_id = (
         chat.model,
         chat.wants_stream,
@@ -83,16 +82,16 @@ async def begin_chat(
     check_prompt(prompt, info, param="messages")
     limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
     check_answer_fits(len(prompt.token_ids), max_tokens, info.max_context_tokens, param=limit_name)
-    answer_so_far = check_continuation(chat, params, [prompt], info)
-    framed = framed_params(frames, chat, params, chat.num_choices)
+    begun, named = check_continuation(chat, params, [prompt], info), chat.continue_from
+    framed = framed_params(frames, chat, params)
     reply = ChatReply(
-        begun.id if begun is not None else record.completion_id,
-        begun.created if begun is not None else int(time.time()),
+        named.id if named is not None else record.completion_id,
+        named.created if named is not None else int(time.time()),
         chat.model,
         context.tokenizer,
         with_logprobs=num_logprobs is not None,
         with_usage=chat.wants_usage_chunk,
-        begun_elsewhere=begun is not None,
+        begun_elsewhere=begun.indices if begun is not None else (),
     )
     answer = await begin_answer(
         context,
@@ -102,6 +101,6 @@ async def begin_chat(
         framed or params,
         terms=terms,
         num_choices=chat.num_choices,
-        answer_so_far=answer_so_far,
+        begun=begun,
     )
     return answer, reply, framed is not None

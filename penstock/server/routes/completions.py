@@ -83,19 +83,17 @@ async def begin_completion(
     for prompt in prompts:
         check_prompt(prompt, info, param="prompt")
         check_answer_fits(len(prompt.token_ids), wanted.max_tokens, info.max_context_tokens)
-    begun = wanted.continue_from
-    answer_so_far = check_continuation(wanted, params, prompts, info)
-    num_answers = len(prompts) * wanted.num_choices
-    framed = framed_params(frames, wanted, params, num_answers)
+    begun, named = check_continuation(wanted, params, prompts, info), wanted.continue_from
+    framed = framed_params(frames, wanted, params)
     reply = CompletionReply(
-        begun.id if begun is not None else record.completion_id,
-        begun.created if begun is not None else int(time.time()),
+        named.id if named is not None else record.completion_id,
+        named.created if named is not None else int(time.time()),
         wanted.model,
         context.tokenizer,
         with_logprobs=wanted.logprobs is not None,
         with_usage=wanted.wants_usage_chunk,
         echo=bool(wanted.echo),
-        begun_elsewhere=begun is not None,
+        begun_elsewhere=begun.indices if begun is not None else (),
     )
     answer = await begin_answer(
         context,
@@ -106,7 +104,7 @@ async def begin_completion(
         terms=terms,
         num_choices=wanted.num_choices,
         only_scores_prompt=wanted.only_scores_prompt,
-        answer_so_far=answer_so_far,
+        begun=begun,
     )
     return answer, reply, framed is not None
 

@@ -1,20 +1,23 @@
 """Replicas without servers, and a gateway in front of fake servers."""
 
+import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import aiohttp
 import msgspec
 import pytest
 
+from penstock.connection_limits import ConnectionLimits
 from penstock.fleet.adapters.interface import Load, ServedModel
 from penstock.fleet.config import FleetConfig, HealthSection, QueueSection, ReplicaEntry
 from penstock.fleet.gateway import Gateway
 from penstock.fleet.replica import Replica
 from penstock.fleet.rollout.book import RolloutBook
 from penstock.fleet.router.query import RouteQuery, read_head
+from penstock.metering.tenancy import Tenancy
 from penstock.store.key_ring import KeyRing
 from tests.fakes.fake_replica import FakeReplica
 
@@ -70,10 +73,16 @@ async def running_gateway(
     ring: KeyRing | None = None,
     kind: str = "penstock",
     book: RolloutBook | None = None,
+    tenancy: Tenancy | None = None,
+    limits: ConnectionLimits | None = None,
     **entry: int,
 ) -> AsyncIterator[Running]:
     entries = tuple(ReplicaEntry(url=replica.url, kind=kind, version=replica.version, **entry) for replica in replicas)
-    gateway = Gateway(msgspec.structs.replace(config, replicas=entries), ring, max_body_bytes=4096, rollout_book=book)
+    config = msgspec.structs.replace(config, replicas=config.replicas + entries)
+    meter = None
+    if tenancy is not None:
+        ring, meter = tenancy.ring, tenancy.meter
+    gateway = Gateway(config, ring, meter=meter, max_body_bytes=4096, limits=limits, rollout_book=book)
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
     await gateway.start(listener, drain_seconds=0.5)
@@ -82,3 +91,11 @@ async def running_gateway(
             yield Running(gateway, f"http://127.0.0.1:{listener.getsockname()[1]}", client)
     finally:
         await gateway.stop()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    for _ in range(600):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the condition never came true")

@@ -60,6 +60,27 @@ def test_on_trial_it_gets_one_request_at_a_time(breaker, clock):
     assert breaker.admits(7)
 
 
+def test_an_answer_that_began_ends_the_trial_and_only_its_end_forgives(breaker, clock):
+    breaker.on_failure("x", is_fatal=True)
+    clock.now += 1.1
+    breaker.on_probe(True)
+    breaker.on_answer()
+    assert breaker.admits(7)
+    breaker.on_failure("x", is_fatal=True)
+    clock.now += 1.1
+    breaker.on_probe(True)
+    assert breaker.standing is Standing.EJECTED  # for longer: nothing has gone well yet
+
+
+def test_probes_that_fail_while_it_is_ejected_keep_nobody_out_for_longer(breaker, clock):
+    breaker.on_failure("x", is_fatal=True)
+    for _ in range(30):  # it starts again, and nobody listens yet
+        clock.now += 1.0
+        breaker.on_failure("refused", is_fatal=True)
+    breaker.on_probe(True)
+    assert breaker.standing is Standing.TRIAL
+
+
 def test_each_failed_trial_doubles_the_wait_up_to_a_limit(breaker, clock):
     waits = []
     breaker.on_failure("x", is_fatal=True)

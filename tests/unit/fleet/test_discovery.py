@@ -159,3 +159,12 @@ async def test_outside_a_pod_it_says_so(monkeypatch, tmp_path):
     async with aiohttp.ClientSession() as session:
         with pytest.raises(ConfigError, match="inside a Kubernetes pod"):
             KubernetesDiscovery(KubernetesSection(service="x", port=1), session, account=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "expected"), [("penstock", None, "fleet"), ("penstock", "own", "own"), ("vllm", None, None)]
+)
+def test_the_fleets_key_is_for_our_own_servers_that_have_none(kind, own, expected):
+    pool = ReplicaPool(HealthSection(), default_key_file="fleet")
+    replica = pool.add("test", ReplicaEntry(url="http://replica:80", kind=kind, key_file=own))
+    assert replica.key_file == expected

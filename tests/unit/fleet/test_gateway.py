@@ -7,17 +7,23 @@ import json
 import re
 from pathlib import Path
 
+import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.errors import Overloaded
+from penstock.fleet.adapters.interface import ServedModel
 from penstock.fleet.config import FleetConfig, ModelSection, ReplicaEntry
-from penstock.protocol.frames import FRAMES_HEADER, failure_frame, frame, last_frame
+from penstock.fleet.replica import ReplicaPool
+from penstock.fleet.router.dispatch import Dispatcher, Wish
+from penstock.fleet.router.urgency import Urgency
+from penstock.protocol.frames import FRAMES_HEADER, ChoiceTokens, failure_frame, frame, last_frame
 from penstock.store.key_ring import KeyRing
 from penstock.tenants import ApiKey, KeyTerms
 from tests.fakes.fake_replica import FakeReplica
-from tests.unit.fleet.conftest import QUICK, running_gateway
+from tests.unit.fleet.conftest import QUICK, FakeClock, make_query, running_gateway, until
 from tests.unit.server.sse import events_in, text_of
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -45,18 +51,18 @@ def framed(*words, fails_after=None, with_error=False):
     """Answer with a framed stream, a word a token numbered by its place; go on where another stopped."""
 
     async def answer(replica, request, body):
-        response = web.StreamResponse(headers={"content-type": "text/event-stream", FRAMES_HEADER: "1"})
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", FRAMES_HEADER: "lease-1"})
         await response.prepare(request)
-        begun = len(body.get("continue_from", {}).get("token_ids", ()))
+        begun = len(body.get("continue_from", {}).get("token_ids", [[]])[0])
         for place, word in list(enumerate(words))[begun:]:
             if place == fails_after and with_error:
                 await response.write(failure_frame(b'data: {"error": {}}\n\n', "engine_failed"))
                 return response
             if place == fails_after:
-                await response.write(frame(chunk(word), [place])[:-3])  # cut in the middle of a frame
+                await response.write(frame(chunk(word), ChoiceTokens(0, [place]))[:-3])  # cut in the middle of a frame
                 request.transport.close()
                 return response
-            await response.write(frame(chunk(word), [place]))
+            await response.write(frame(chunk(word), ChoiceTokens(0, [place])))
         await response.write(last_frame(b"data: [DONE]\n\n"))
         return response
 
@@ -103,6 +109,12 @@ async def test_a_request_that_fails_everywhere_is_given_up_after_three():
     async with all_running(replicas), running_gateway(*replicas) as running:
         assert (await running.ask()).status == 500
         assert sum(len(replica.received) for replica in replicas) == 3
+
+
+async def test_a_request_that_its_only_replica_cannot_digest_does_not_have_it_ejected():
+    async with FakeReplica(answer=refuse(500)).running() as one, running_gateway(one) as running:
+        assert (await running.ask()).status == 500
+        assert running.gateway.pool.find(one.url).is_usable
 
 
 async def test_the_callers_own_mistakes_pass_through_once():
@@ -169,6 +181,116 @@ async def test_requests_wait_for_a_place_and_those_too_many_are_refused():
         assert [(await task).status for task in asked] == [200] * 3
 
 
+@pytest.fixture
+async def full():
+    """A gateway whose only replica has all it may have; set the event and it answers."""
+    gate = asyncio.Event()
+
+    async def wait(replica, request, body):
+        await gate.wait()
+        return web.json_response({})
+
+    patient = msgspec.structs.replace(QUICK.queue, max_wait_seconds=60, max_waiting_per_tenant=10)
+    config = msgspec.structs.replace(QUICK, queue=patient)
+    async with (
+        FakeReplica(answer=wait).running() as slow,
+        running_gateway(slow, config=config, max_in_flight=1) as running,
+    ):
+        first = asyncio.create_task(running.ask())
+        await until(lambda: len(slow.received) == 1)
+        yield running, slow, gate
+        gate.set()
+        await first
+
+
+@pytest.mark.parametrize("wish", [{"deadline_ms": 60}, {"targets": {"ttft_ms": 60}}])
+async def test_a_wait_ends_with_429_when_the_callers_time_is_up(full, wish):
+    running, slow, _ = full
+    answer = await running.ask(**wish)
+    assert (answer.status, (await answer.json())["error"]["code"]) == (429, "overloaded")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert len(slow.received) == 1
+
+
+async def test_a_best_effort_waits_beyond_its_target(full):
+    running, _, gate = full
+    asked = asyncio.create_task(running.ask(targets={"ttft_ms": 20}, best_effort=True))
+    await until(lambda: waiting(running) == 1)
+    await asyncio.sleep(0.05)
+    gate.set()
+    assert (await asked).status == 200
+
+
+async def test_a_replica_is_told_the_time_that_is_left(full):
+    running, slow, gate = full
+    wish = {"deadline_ms": 50_000, "targets": {"ttft_ms": 40_000, "time_per_token_ms": 50}}
+    asked = asyncio.create_task(running.ask(**wish))
+    await until(lambda: waiting(running) == 1)
+    await asyncio.sleep(0.05)
+    gate.set()
+    assert (await asked).status == 200
+    sent = slow.received[1]
+    assert sent["deadline_ms"] <= 49_950
+    assert sent["targets"]["ttft_ms"] <= 39_950
+    assert sent["targets"]["time_per_token_ms"] == 50
+
+
+async def test_requests_of_a_higher_priority_go_first_and_the_nearest_deadline_among_equals(full):
+    running, slow, gate = full
+    wishes = [
+        {"user": "plain"},
+        {"user": "late", "deadline_ms": 50_000},
+        {"user": "soon", "deadline_ms": 30_000},
+        {"user": "first", "priority": 3},
+    ]
+    asked = []
+    for number, wish in enumerate(wishes, start=1):
+        asked.append(asyncio.create_task(running.ask(**wish)))
+        await until(lambda number=number: waiting(running) == number)
+    gate.set()
+    await asyncio.gather(*asked)
+    assert [body["user"] for body in slow.received[1:]] == ["first", "soon", "late", "plain"]
+
+
+async def test_who_could_only_be_served_too_late_is_refused_at_once_with_the_time_to_come_back():
+    clock = FakeClock()
+    pool = ReplicaPool(QUICK.health, clock)
+    queue = msgspec.structs.replace(QUICK.queue, max_waiting_per_tenant=10, max_wait_seconds=60.0)
+    dispatcher = Dispatcher(FleetConfig(queue=queue), pool)
+    replica = pool.add("test", ReplicaEntry(url="http://replica:80", max_in_flight=1))
+    replica.models = (ServedModel("tiny"),)
+    replica.breaker.on_probe(True)
+    wish = Wish(make_query())
+    held = await dispatcher.acquire(wish)
+    waiters = [asyncio.create_task(dispatcher.acquire(wish)) for _ in range(4)]
+    await asyncio.sleep(0)
+    for _ in range(2):  # a place every two seconds
+        clock.now += 2.0
+        held.release()
+        await asyncio.sleep(0)
+        held = await waiters.pop(0)
+    # Two wait and one is served: the next has its turn in six seconds.
+    with pytest.raises(Overloaded) as caught:
+        await dispatcher.acquire(Wish(make_query(), Urgency(deadline=clock.now + 5.9)))
+    assert caught.value.retry_after_seconds == pytest.approx(6.0)
+    late = asyncio.create_task(dispatcher.acquire(Wish(make_query(), Urgency(deadline=clock.now + 6.1))))
+    await asyncio.sleep(0)
+    assert not late.done()
+    for task in (late, *waiters):
+        task.cancel()
+    await asyncio.gather(late, *waiters, return_exceptions=True)
+
+
+async def test_a_request_is_held_for_as_long_as_is_stated_and_no_longer():
+    queue = msgspec.structs.replace(QUICK.queue, hold_seconds=0.3)
+    config = FleetConfig(health=QUICK.health, queue=queue, models={"tiny": ModelSection(policy="round-robin")})
+    async with running_gateway(config=config) as running:
+        began = asyncio.get_running_loop().time()
+        answer = await running.ask()
+        assert (answer.status, answer.headers["retry-after"]) == (503, "5")
+        assert asyncio.get_running_loop().time() - began >= 0.3
+
+
 async def test_a_request_is_held_until_its_model_comes_up():
     config = FleetConfig(health=QUICK.health, models={"tiny": ModelSection(policy="round-robin")})
     async with FakeReplica().running() as late, running_gateway(config=config) as running:
@@ -208,7 +330,8 @@ async def test_a_broken_framed_stream_goes_on_elsewhere(fails_after, with_error)
             assert text_of(events) == "one two three four"
             assert events[-1] == "[DONE]"
         begun = [body["continue_from"] for body in good.received if "continue_from" in body]
-        assert all(item == {"id": "cmpl-1", "created": 5, "token_ids": [*range(fails_after)]} for item in begun)
+        told = {"id": "cmpl-1", "created": 5, "token_ids": [[*range(fails_after)]], "lease": "lease-1"}
+        assert all(item == told for item in begun)
         assert bool(begun) == bool(fails_after)
 
 
@@ -244,6 +367,26 @@ async def test_a_dead_replica_is_ejected_and_returns():
             await until(lambda: pool.find(replica.url).is_up)
             replica.received.clear()
             await until_asked(running, replica)
+
+
+async def test_a_replica_that_hangs_delays_nobody_elses_return():
+    async def hang(reader, writer):
+        await reader.read()
+        writer.close()
+
+    hanging = await asyncio.start_server(hang, "127.0.0.1", 0)
+    late = FakeReplica(ready=503)
+    config = msgspec.structs.replace(
+        QUICK, replicas=(ReplicaEntry(url=f"http://127.0.0.1:{hanging.sockets[0].getsockname()[1]}"),)
+    )
+    health = msgspec.structs.replace(QUICK.health, probe_timeout_seconds=0.2)
+    config = msgspec.structs.replace(config, health=health)
+    async with hanging, late.running(), running_gateway(late, config=config) as running:
+        monitor = running.gateway.monitor
+        monitor._timeout = aiohttp.ClientTimeout(total=60)
+        await asyncio.sleep(0.3)  # now one probe hangs for a minute
+        late.ready = 200
+        await until(lambda: running.gateway.pool.find(late.url).is_up)
 
 
 async def test_a_request_has_one_id_all_the_way():
@@ -282,43 +425,6 @@ async def test_a_caller_who_leaves_frees_the_replica():
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await until(lambda: running.gateway.pool.find(one.url).num_in_flight == 0)
-
-
-async def test_a_reader_that_stops_holds_up_its_own_stream_only_and_is_cut_in_the_end(monkeypatch):
-    sent = 0
-
-    async def pour(replica, request, body):
-        nonlocal sent
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await response.prepare(request)
-        for _ in range(4000):
-            await response.write(b"data: " + b"x" * 16_000 + b"\n\n")
-            sent += 16_000
-        return response
-
-    async with FakeReplica(answer=pour).running() as one, running_gateway(one) as running:
-        host = running.url.removeprefix("http://").split(":")
-        _, writer = await asyncio.open_connection(host[0], int(host[1]), limit=1024)
-        body = b'{"model": "tiny", "stream": true}'
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-            % len(body)
-            + body
-        )
-        before = -1
-        while sent != before:  # until everything between the two is full
-            before = sent
-            await asyncio.sleep(0.2)
-        assert 0 < sent < 4000 * 16_000
-        one.answer = FakeReplica().answer
-        assert (await running.ask()).status == 200
-        readers = running.gateway.context.proxy.readers
-        readers.cut_stalled()
-        assert running.gateway.pool.find(one.url).num_in_flight == 1  # it may take its time
-        monkeypatch.setattr(readers, "_max_seconds", 0.0)
-        readers.cut_stalled()
-        await until(lambda: running.gateway.pool.find(one.url).num_in_flight == 0)
-        writer.close()
 
 
 async def test_keys_are_checked_and_never_reach_a_foreign_server():
@@ -399,14 +505,6 @@ async def all_running(replicas):
         for replica in replicas:
             await stack.enter_async_context(replica.running())
         yield
-
-
-async def until(condition):
-    for _ in range(600):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("the condition never came true")
 
 
 async def until_asked(running, replica):

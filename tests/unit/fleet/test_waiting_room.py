@@ -24,11 +24,11 @@ class Places:
 
 
 async def queue_up(room, places, *callers):
-    """Let (name, tenant, priority) enter one after the other; return the names as they are served."""
+    """Let (name, tenant, priority, latest) enter one after the other; return the names as they are served."""
     served: list[str] = []
 
-    async def enter(name, tenant, priority):
-        await room.enter(tenant, priority, 5.0, places.take, places.give_back)
+    async def enter(name, tenant, priority, latest=None):
+        await room.enter(tenant, priority, 5.0, places.take, places.give_back, latest=latest)
         served.append(name)
 
     tasks = [asyncio.create_task(enter(*caller)) for caller in callers]
@@ -57,6 +57,15 @@ async def test_priority_comes_before_turns():
     served, tasks = await queue_up(room, places, ("low", "a", -1), ("plain", "b", 0), ("high", "a", 5))
     await serve(room, places, tasks)
     assert served == ["high", "plain", "low"]
+
+
+async def test_of_one_tenants_requests_the_nearest_deadline_comes_first():
+    room, places = WaitingRoom(10), Places()
+    callers = [("never", "a", 0), ("late", "a", 0, 9.0), ("soon", "a", 0, 3.0), ("soon too", "a", 0, 3.0)]
+    served, tasks = await queue_up(room, places, *callers, ("other", "b", 0, 1.0), ("high", "a", 1))
+    await serve(room, places, tasks)
+    # Tenants take turns all the same: nobody gets ahead of others by being in a hurry.
+    assert served == ["high", "soon", "other", "soon too", "late", "never"]
 
 
 async def test_a_tenant_may_have_so_many_waiting_and_no_more():

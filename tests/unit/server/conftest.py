@@ -10,11 +10,12 @@ import httpx
 import pytest
 import uvicorn
 
+from penstock.connection_limits import ConnectionLimits
 from penstock.engine.tokenizer import Tokenizer
 from penstock.request import NO_TARGETS
 from penstock.server.app import create_app
 from penstock.server.config import ServerConfig
-from penstock.server.connection import ConnectionLimits, connection_class
+from penstock.server.connection import connection_class
 from penstock.server.context import ServerContext, build_context
 from penstock.server.shared_prefixes import tokenize_prefixes
 from penstock.store.database import Database

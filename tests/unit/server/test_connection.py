@@ -9,8 +9,8 @@ import socket
 import httpx
 import pytest
 
-from penstock.server import connection
-from penstock.server.connection import ConnectionLimits, raise_file_limit
+from penstock import connection_limits
+from penstock.connection_limits import ConnectionLimits, raise_file_limit
 from penstock.tenants import ApiKey
 from tests.unit.server.conftest import MODEL, listening, running_service, until
 
@@ -192,8 +192,8 @@ async def test_requests_sent_ahead_are_answered_in_order(service, address):
 )
 def test_the_file_limit_is_raised_as_far_as_connections_need(monkeypatch, soft, hard, raised_to, room):
     changes = []
-    monkeypatch.setattr(connection.resource, "getrlimit", lambda kind: (soft, hard))
-    monkeypatch.setattr(connection.resource, "setrlimit", lambda kind, pair: changes.append(pair[0]))
+    monkeypatch.setattr(connection_limits.resource, "getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr(connection_limits.resource, "setrlimit", lambda kind, pair: changes.append(pair[0]))
     assert raise_file_limit(ConnectionLimits()) == room
     assert changes == ([] if raised_to is None else [raised_to])
 

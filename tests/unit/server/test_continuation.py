@@ -46,7 +46,7 @@ async def test_a_framed_stream_holds_the_same_events(service, route):
     events = reader.feed(framed.content)
     assert reader.finished
     assert text_of(events_in(events)) == text_of(events_in(plain.content)) == TEXT
-    assert framed.headers[FRAMES_HEADER] == "1"
+    assert framed.headers[FRAMES_HEADER] == "none"
     assert FRAMES_HEADER not in plain.headers
 
 
@@ -57,23 +57,69 @@ async def test_frames_are_comments_to_who_does_not_know_them(service, route):
     assert all(line.startswith("data: ") for line in lines)
 
 
-@pytest.mark.parametrize("stop", [None, ["STOP"], ["wörld! 🙂 STAY"]])
-async def test_an_answer_goes_on_wherever_it_was_cut(service, route, stop):
+STOPS = [None, ["STOP"], ["wörld! 🙂 STAY"], ["e, wait", "more or less"]]
+WISHES = {
+    "plain": {},
+    "scored": {"logprobs": 1},
+    "several choices": {"n": 3},
+    "several choices, scored": {"n": 2, "logprobs": 1},
+}
+
+
+def wishes(route, name):
+    fields = dict(WISHES[name])
+    if "chat" in route[0] and "logprobs" in fields:
+        fields |= {"logprobs": True, "top_logprobs": 1}
+    return fields
+
+
+def seen_of(events):
+    """What a caller knows of each choice: its text, its scores as they came, and why it ended."""
+    seen = {}
+    for event in events[:-1]:
+        for choice in event["choices"]:
+            text, scores, finish = seen.setdefault(choice["index"], ("", [], []))
+            text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            logprobs = choice.get("logprobs") or {}
+            if "text_offset" in logprobs:
+                scores += zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
+            scores += [item["bytes"] for item in logprobs.get("content") or ()]
+            finish += [choice["finish_reason"]] if choice["finish_reason"] else []
+            seen[choice["index"]] = (text, scores, finish)
+    return seen
+
+
+@pytest.mark.parametrize("name", WISHES)
+@pytest.mark.parametrize("stop", STOPS)
+async def test_an_answer_goes_on_wherever_it_was_cut(service, route, stop, name):
     go_on(service, TEXT)
-    fields = {"stop": stop} if stop else {}
+    fields = wishes(route, name) | ({"stop": stop} if stop else {})
     whole = FrameReader()
     expected = events_in(whole.feed((await stream(service, route, **fields)).content))
     frames = _frames((await stream(service, route, **fields)).content)
+    assert len(frames) > 5
     for seen in range(1, len(frames)):
         reader = FrameReader()
         shown = reader.feed(b"".join(frames[:seen]))
-        began = {"id": "cmpl-1", "created": 5, "token_ids": reader.token_ids}
+        began = {"id": "cmpl-1", "created": 5, "token_ids": reader.token_ids, "ended": reader.ended_choices}
         reader.start_over()
         shown += reader.feed((await stream(service, route, continue_from=began, **fields)).content)
         events = events_in(shown)
-        assert text_of(events) == text_of(expected)
+        assert events[-1] == "[DONE]"
+        assert seen_of(events) == seen_of(expected)
         assert events[-2]["usage"] == expected[-2]["usage"]
-        assert {(event["id"], event["created"]) for event in events_in(shown)[-3:-1]} == {("cmpl-1", 5)}
+        assert {(event["id"], event["created"]) for event in events[-3:-1]} == {("cmpl-1", 5)}
+
+
+async def test_a_choice_that_had_ended_is_not_made_again(service, route):
+    go_on(service, TEXT)
+    tokens = service.tokenizer.encode(TEXT, add_special=False)
+    began = {"id": "cmpl-1", "created": 5, "token_ids": [tokens, tokens[:3]], "ended": [0]}
+    response = await stream(service, route, n=2, continue_from=began)
+    events = events_in(FrameReader().feed(response.content))
+    assert [request.num_answer_tokens for request in service.engine.submitted] == [3]
+    assert {choice["index"] for event in events[:-1] for choice in event["choices"]} == {1}
+    assert events[-2]["usage"]["completion_tokens"] == 2 * len(tokens) + 1  # and the end of the second
 
 
 async def test_a_stream_without_a_seed_gets_the_gateways(service, route):
@@ -82,11 +128,8 @@ async def test_a_stream_without_a_seed_gets_the_gateways(service, route):
     assert [request.params.seed for request in service.engine.submitted] == [77, 3]
 
 
-@pytest.mark.parametrize("fields", [{"n": 2}, {"logprobs": True, "top_logprobs": 1}, {"stream": False}])
-async def test_what_cannot_move_is_not_framed(service, fields):
-    body = {"stream_options": None} if "stream" in fields else {}
-    route = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
-    response = await stream(service, route, **fields, **body)
+async def test_an_answer_that_is_not_streamed_is_not_framed(service, route):
+    response = await stream(service, route, stream=False, stream_options=None)
     assert response.status_code == 200
     assert FRAMES_HEADER not in response.headers
 
@@ -95,14 +138,17 @@ async def test_what_cannot_move_is_not_framed(service, fields):
     ("fields", "param"),
     [
         ({"token_ids": []}, "continue_from.token_ids"),
-        ({"token_ids": [10**7]}, "continue_from"),
-        ({"token_ids": [5] * 60}, "continue_from"),
+        ({"token_ids": [[10**7]]}, "continue_from"),
+        ({"token_ids": [[5] * 60]}, "continue_from"),
         ({"id": "a b"}, "continue_from.id"),
-        ({"token_ids": [5] * 600}, "continue_from"),
+        ({"token_ids": [[5] * 600]}, "continue_from"),
+        ({"token_ids": [[5], [6]]}, "continue_from"),
+        ({"ended": [0]}, "continue_from"),
+        ({"ended": [1]}, "continue_from"),
     ],
 )
 async def test_a_continuation_that_cannot_be_is_refused(service, route, fields, param):
-    began = {"id": "cmpl-1", "created": 5, "token_ids": [5], **fields}
+    began = {"id": "cmpl-1", "created": 5, "token_ids": [[5]], **fields}
     response = await stream(service, route, continue_from=began)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
@@ -111,7 +157,7 @@ async def test_a_continuation_that_cannot_be_is_refused(service, route, fields, 
 
 async def test_an_answer_that_holds_its_stop_text_has_ended(service, route):
     tokens = service.tokenizer.encode("a STOP b", add_special=False)
-    began = {"id": "cmpl-1", "created": 5, "token_ids": tokens}
+    began = {"id": "cmpl-1", "created": 5, "token_ids": [tokens]}
     response = await stream(service, route, continue_from=began, stop="STOP")
     assert response.status_code == 400
 

@@ -12,6 +12,7 @@ import pytest
 
 from penstock.engine.messages import TokenEvent
 from penstock.errors import EngineFailed
+from penstock.protocol.frames import FRAMES_HEADER, FrameReader
 from penstock.request import FinishReason
 from penstock.store.database import Database
 from penstock.store.key_ring import load_keys
@@ -19,6 +20,7 @@ from penstock.store.ledger import UsageLedger
 from penstock.store.quotas import Lease, Need, QuotaStore, Spent, settle
 from penstock.tenants import SHADOW_HEADER, SHADOW_TENANT, Caller, KeyTerms, Limits
 from tests.unit.server.conftest import Service, listening, running_service, until
+from tests.unit.server.sse import events_in
 
 MANY = 10**9
 
@@ -219,6 +221,28 @@ async def test_concurrent_requests_are_refused_beyond_their_limit_and_free_their
         gate.set()
         assert [(await call).status_code for call in calls] == [200, 200]
         assert (await service.chat(key="alice")).status_code == 200
+
+
+async def test_a_framed_stream_that_failed_is_gone_on_with_on_its_lease_and_booked_once(store):
+    headers = {"authorization": "Bearer alice", FRAMES_HEADER: "7"}
+    body = {"model": "tiny", "prompt": [5] * 10, "max_tokens": 40, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    async with serving(store, alice={"concurrent_requests": 1, "requests_per_minute": 1}) as service:
+        script = service.engine.script
+        service.engine.script = lambda request: [*script(request)[:3], EngineFailed("gone")]
+        failed = await service.client.post("/v1/completions", json=body, headers=headers)
+        reader = FrameReader()
+        reader.feed(failed.content)
+        assert reader.failure == "engine_failed"
+        service.engine.script = script
+        assert (await service.client.post("/v1/completions", json=body, headers=headers)).status_code == 429
+        begun = {"id": "cmpl-1", "created": 5, "token_ids": reader.token_ids, "lease": failed.headers[FRAMES_HEADER]}
+        heir = await service.client.post("/v1/completions", json={**body, "continue_from": begun}, headers=headers)
+        assert heir.status_code == 200
+    booked = usage(store)["alice"]
+    told = events_in(FrameReader().feed(heir.content))[-2]["usage"]
+    assert (booked.requests, booked.errors, booked.refused) == (1, 1, 1)
+    assert (booked.prompt_tokens, booked.output_tokens) == (10, told["completion_tokens"])
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])

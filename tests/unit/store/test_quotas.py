@@ -153,6 +153,36 @@ def test_a_killed_processs_leases_run_out_and_its_estimate_stands(quotas, sqlite
     assert refused(quotas.admit(alice, need(output=20))).limit == "tokens_per_day"
 
 
+def test_who_goes_on_with_an_answer_takes_its_lease_over_once(quotas):
+    alice = caller(concurrent_requests=1, requests_per_minute=1)
+    begun = admitted(quotas.admit(alice, need()))
+    refused(quotas.admit(alice, need()))
+    other = caller("bob", requests_per_minute=1)
+    admitted(quotas.admit(other, need()))
+    refused(quotas.admit(other, need(), begun.id))  # another tenant's
+    admitted(quotas.admit(alice, need(), begun.id))
+    refused(quotas.admit(alice, need(), begun.id))
+
+
+def test_what_goes_on_elsewhere_is_counted_in_full_and_its_estimate_stands_where_it_began(quotas):
+    alice = caller(tokens_per_day=100)
+    begun = admitted(quotas.admit(alice, need(10, 30)))
+    admitted(quotas.admit(alice, need(10, 30), begun.id))
+    admitted(quotas.admit(alice, need(10, 10)))
+    refused(quotas.admit(alice, need(1, 1)))
+
+
+def test_a_holder_that_lives_settles_what_was_taken_over_and_claims_it_no_more(quotas, sqlite_database):
+    alice = caller(tokens_per_day=100)
+    begun = admitted(quotas.admit(alice, need(10, 30)))
+    heir = admitted(quotas.admit(alice, need(10, 30), begun.id))
+    quotas.renew({begun.id: "alice"})
+    end(sqlite_database, begun, input_tokens=1, output_tokens=1)
+    end(sqlite_database, heir, input_tokens=10, output_tokens=20)
+    admitted(quotas.admit(alice, need(10, 58)))
+    refused(quotas.admit(alice, need(1, 1), begun.id))
+
+
 def test_a_renewed_lease_does_not_run_out(quotas, clock):
     alice = caller(concurrent_requests=1)
     lease = admitted(quotas.admit(alice, need()))

@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from penstock.errors import StoreUnavailable
-from penstock.server.metrics import ServerMetrics
+from penstock.metering.counts import StoreMetrics
 from penstock.store.database import Database
 from penstock.store.ledger import add_usage, merge_usage
 from penstock.store.quotas import Lease, Spent, settle
@@ -41,7 +41,7 @@ class _Batch:
 
 
 class Books:
-    def __init__(self, database: Database, thread: Executor, metrics: ServerMetrics) -> None:
+    def __init__(self, database: Database, thread: Executor, metrics: StoreMetrics) -> None:
         self._database = database
         self._thread = thread
         self._metrics = metrics

@@ -6,13 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from penstock.errors import StoreUnavailable
-from penstock.server.books import Books
-from penstock.server.metrics import ServerMetrics
+from penstock.metering.books import Books
+from penstock.metering.counts import StoreCounts
 from penstock.store.database import Database
 from penstock.store.ledger import UsageLedger
 from penstock.tenants import Usage
-from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.tiny_tokenizer import make_tokenizer
 
 ENTRY = Usage(tenant="alice", model="m", day="2026-01-01", requests=1)
 
@@ -39,7 +37,7 @@ class Store:
 async def kept(tmp_path):
     store = Store(tmp_path / "s.db")
     with ThreadPoolExecutor(1) as thread:
-        books = Books(store, thread, ServerMetrics(FakeEngine(make_tokenizer())))
+        books = Books(store, thread, StoreCounts())
         yield store, books
         await books.close()
     store.database.close()
@@ -60,7 +58,7 @@ async def test_an_entry_is_written_when_its_wait_is_over(kept):
 
 
 async def test_a_failing_store_holds_nobody_up_and_gets_everything_when_it_works_again(kept, monkeypatch):
-    monkeypatch.setattr("penstock.server.books._RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("penstock.metering.books._RETRY_SECONDS", 0.01)
     store, books = kept
     store.fails = True
     for _ in range(20):

@@ -5,15 +5,16 @@ thread, never in the event loop. Knows nothing of HTTP but the names of headers.
 """
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Mapping
 from concurrent.futures import Executor
 
 from penstock.errors import EngineUnavailable, LimitReached, Overloaded, StoreUnavailable
+from penstock.metering.books import Books
+from penstock.metering.counts import StoreMetrics
 from penstock.protocol.errors import CATALOGUE
 from penstock.request import Tier
-from penstock.server.books import Books
-from penstock.server.metrics import ServerMetrics
 from penstock.store.buckets import Bucket
 from penstock.store.ledger import day_of
 from penstock.store.quotas import RENEW_SECONDS, Lease, Need, QuotaStore, Refusal, Spent
@@ -35,6 +36,21 @@ class Charge:
         self._model = model
         self._lease = lease
         self._written: asyncio.Future[None] | None = None
+
+    @property
+    def lease_id(self) -> str | None:
+        """What another server may go on with this request by."""
+        return self._lease.id if self._lease is not None else None
+
+    def leave_lease(self, record: RequestRecord) -> None:
+        """Book a failure alone: whoever goes on with the answer takes the lease over and books all of it.
+
+        Where nobody does, the lease runs out.
+        """
+        if self._written is None:
+            self._meter.forget(self._lease)
+            failed = dataclasses.replace(record, output_tokens=0)
+            self._written = self._meter.book(usage_of(failed, self._tenant, self._model), None)
 
     def close(self, record: RequestRecord) -> None:
         """Book the outcome that the record tells of. Only the first time counts."""
@@ -67,10 +83,10 @@ class Charge:
 
 
 class Meter:
-    """The limits and the books of one API worker; without a store it notes nothing, and nobody with limits gets in."""
+    """The limits and the books of one process; without a store it notes nothing, and nobody with limits gets in."""
 
     def __init__(
-        self, metrics: ServerMetrics, *, thread: Executor, quotas: QuotaStore | None = None, books: Books | None = None
+        self, metrics: StoreMetrics, *, thread: Executor, quotas: QuotaStore | None = None, books: Books | None = None
     ) -> None:
         self._metrics = metrics
         self._thread = thread
@@ -78,18 +94,21 @@ class Meter:
         self._books = books
         self._held: dict[str, str] = {}  # tenants by the ids of leases
 
-    async def admit(self, caller: Caller, model: str, need: Need) -> Charge:
-        """Reserve what a request may use. Raises LimitReached, LimitTooSmall or StoreUnavailable."""
+    async def admit(self, caller: Caller, model: str, need: Need, *, instead_of: str | None = None) -> Charge:
+        """Reserve what a request may use. Raises LimitReached, LimitTooSmall or StoreUnavailable.
+
+        `instead_of` is the lease of an answer that a server which failed has begun.
+        """
         if not caller.terms.limits.are_metered:
             return Charge(self, caller.tenant, model, None)
         if self._quotas is None:
             raise StoreUnavailable("this key has limits, and the server was started without a store to count in")
         loop = asyncio.get_running_loop()
-        outcome = await loop.run_in_executor(self._thread, self._quotas.admit, caller, need)
+        outcome = await loop.run_in_executor(self._thread, self._quotas.admit, caller, need, instead_of)
         if isinstance(outcome, Refusal):
             if need.tier is Tier.ONLINE:  # a batch only waits
                 self._metrics.count_limit_refusal(outcome.limit)
-                self.book(Usage(tenant=caller.tenant, model=model, day=day_of(time.time()), refused=1), None)
+                self.book_refusal(caller.tenant, model)
             raise LimitReached(
                 outcome.limit,
                 outcome.most,
@@ -99,6 +118,10 @@ class Meter:
         if outcome.tier is Tier.ONLINE:
             self._held[outcome.id] = outcome.tenant
         return Charge(self, caller.tenant, model, outcome)
+
+    def book_refusal(self, tenant: str, model: str) -> None:
+        """Note a request that got no answer for a limit or a full queue."""
+        self.book(Usage(tenant=tenant, model=model, day=day_of(time.time()), refused=1), None)
 
     def forget(self, lease: Lease | None) -> None:
         """Renew a lease no more."""

@@ -1,41 +1,53 @@
-"""What one API worker needs of tenants: their keys, their limits and their books, over one store.
+"""What one process needs of tenants, an API worker or a gateway: their keys, limits and books, over one store.
 
-Opened before the worker serves and closed behind its last request. Knows nothing of HTTP or the engine.
+Opened before it serves and closed behind its last request. Knows nothing of HTTP or the engine.
 """
 
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from penstock.errors import StoreUnavailable
-from penstock.server.books import Books
-from penstock.server.config import ServerConfig
-from penstock.server.metrics import ServerMetrics
-from penstock.server.quota import Meter
+from penstock.metering.books import Books
+from penstock.metering.counts import StoreMetrics
+from penstock.metering.meter import Meter
 from penstock.store.database import Database
 from penstock.store.key_ring import KeyRing
 from penstock.store.key_watch import KeyFile, KeySource, KeyWatcher
 from penstock.store.keys import KeyStore
 from penstock.store.quotas import QuotaStore
 from penstock.telemetry import log_event
+from penstock.tenants import ApiKey
 
 log = logging.getLogger("penstock.tenancy")
+
+
+class KeySettings(Protocol):
+    """Where keys come from, as the configuration says."""
+
+    @property
+    def keys(self) -> tuple[ApiKey, ...]: ...
+    @property
+    def keys_file(self) -> str | None: ...
+    @property
+    def needs_keys(self) -> bool: ...
 
 
 class Tenancy:
     """Make it, `start` it in an event loop, and `close` it there."""
 
-    def __init__(self, config: ServerConfig, metrics: ServerMetrics, database: Database | None = None) -> None:
+    def __init__(self, settings: KeySettings, metrics: StoreMetrics, database: Database | None = None) -> None:
         self.database = database
-        self.ring = KeyRing(config.keys, needs_keys=config.needs_keys)
+        self.ring = KeyRing(settings.keys, needs_keys=settings.needs_keys)
         self._metrics = metrics
         # One thread: SQLite lets one write at a time anyway, and waiting for it here costs nobody anything.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._books = Books(database, self._thread, metrics) if database is not None else None
         quotas = QuotaStore(database) if database is not None else None
         self.meter = Meter(metrics, thread=self._thread, quotas=quotas, books=self._books)
-        self._source = _key_source(config, database)
-        self._needs_keys = config.needs_keys
+        self._source = _key_source(settings, database)
+        self._needs_keys = settings.needs_keys
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -70,7 +82,7 @@ class Tenancy:
                 log_event(log, f"leases were not renewed: {error}", level=logging.ERROR)
 
 
-def _key_source(config: ServerConfig, database: Database | None) -> KeySource | None:
-    if config.keys_file is not None:
-        return KeyFile(config.keys_file)
+def _key_source(settings: KeySettings, database: Database | None) -> KeySource | None:
+    if settings.keys_file is not None:
+        return KeyFile(settings.keys_file)
     return KeyStore(database) if database is not None else None

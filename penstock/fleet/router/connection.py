@@ -1,0 +1,243 @@
+"""One connection of a caller, with limits on what a slow, silent or greedy one may hold.
+
+aiohttp parses and writes; this stands between it and the transport and adds what it lacks: clocks for a request's head
+and for a reader that falls behind, a size for the head, and a most number of connections, of which idle ones make room
+for new ones. The body's clock is `read_body`'s. Knows nothing of routes or requests' meaning.
+"""
+
+import asyncio
+import enum
+import socket
+from http import HTTPStatus
+
+from aiohttp import web
+
+from penstock.connection_limits import ConnectionLimits, Crowd, Cut
+from penstock.errors import BodyTooLarge, HeadTooLarge, Overloaded, PenstockError, RequestTimeout
+from penstock.protocol.errors import reply_for
+
+_END_OF_HEAD = b"\r\n\r\n"
+_BACKLOG = 1024
+
+
+class _Reading(enum.Enum):
+    """Where a connection is."""
+
+    NOTHING = enum.auto()  # idle
+    HEAD = enum.auto()
+    REQUEST = enum.auto()  # its head has come; it is read further and answered
+
+
+class GuardedConnection(asyncio.Protocol):
+    """aiohttp's connection, under `ConnectionLimits`."""
+
+    def __init__(self, inner: web.RequestHandler, connections: "Connections") -> None:
+        self._inner = inner
+        self._connections = connections
+        self._limits = connections.limits
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._is_refused = False
+        self._reading = _Reading.NOTHING
+        self._head_bytes = 0
+        self._tail = b""  # of the head, in which its end may have begun
+        self._clock: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+
+    # ------------------------------------------------------------ the connection's life
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+        transport.set_write_buffer_limits(self._limits.unread_bytes)
+        plain = transport.get_extra_info("socket")
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._limits.socket_bytes)
+        self._is_refused = not self._connections.enter(self, transport)
+        if self._is_refused:
+            self._refuse(Overloaded("too many connections are open; try again in a moment", retry_after_seconds=1.0))
+            return
+        self._inner.connection_made(transport)
+        self._allow(self._limits.idle_seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        assert self._transport is not None
+        self._connections.exit(self, self._transport)
+        for timer in (self._clock, self._stall):
+            if timer is not None:
+                timer.cancel()
+        if not self._is_refused:
+            self._inner.connection_lost(exc)
+
+    def leave(self) -> None:
+        """Close: at once if the client does not read, else behind what it still has to read."""
+        assert self._transport is not None
+        self._transport.close()
+        if self._stall is None:
+            self._stall = self._loop.call_later(self._limits.reader_seconds, self._cut, Cut.READER)
+
+    def on_answered(self) -> None:
+        """A request has been answered: what comes next begins another."""
+        if self._reading is _Reading.REQUEST:
+            self._reading = _Reading.NOTHING
+            self._connections.crowd.note_idle(self)
+
+    # ------------------------------------------------------------ reading
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if self._reading is _Reading.NOTHING and data.lstrip(b"\r\n"):  # empty lines begin no request
+            self._reading = _Reading.HEAD
+            self._head_bytes, self._tail = 0, b""
+            self._allow(self._limits.head_seconds)
+        if self._reading is _Reading.HEAD and not self._take_head(data):
+            self._connections.crowd.on_cut(Cut.HEAD)
+            self._refuse(HeadTooLarge(self._limits.max_head_bytes))
+            return
+        self._inner.data_received(data)
+
+    def eof_received(self) -> None:
+        if not self._is_refused:
+            self._inner.eof_received()
+
+    def _take_head(self, data: bytes) -> bool:
+        """Look for the head's end; False where it is too large."""
+        seen = self._tail + data
+        end = seen.find(_END_OF_HEAD)
+        self._head_bytes += len(data) if end < 0 else max(0, end - len(self._tail))
+        self._tail = seen[-(len(_END_OF_HEAD) - 1) :]
+        if end >= 0:
+            self._reading = _Reading.REQUEST
+            self._connections.crowd.note_busy(self)
+            self._forget_clock()
+        return self._head_bytes <= self._limits.max_head_bytes
+
+    # ------------------------------------------------------------ writing
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+        if self._stall is None:
+            self._stall = self._loop.call_later(self._limits.reader_seconds, self._cut, Cut.READER)
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+        assert self._transport is not None
+        if self._stall is not None and not self._transport.is_closing():
+            self._stall.cancel()
+            self._stall = None
+
+    # ------------------------------------------------------------ limits
+
+    def _allow(self, seconds: float) -> None:
+        """Give what is being waited for so long."""
+        self._forget_clock()
+        self._clock = self._loop.call_later(seconds, self._run_out)
+
+    def _forget_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
+
+    def _run_out(self) -> None:
+        if self._reading is _Reading.HEAD:
+            self._connections.crowd.on_cut(Cut.HEAD)
+            self._refuse(RequestTimeout("the request did not arrive in time; send it without pauses"))
+        elif self._reading is _Reading.NOTHING:
+            self.leave()
+
+    def _refuse(self, error: PenstockError) -> None:
+        """Say why, before any response has begun, and close."""
+        assert self._transport is not None
+        reply = reply_for(error)
+        fixed = {"content-type": "application/json", "content-length": str(len(reply.body)), "connection": "close"}
+        head = f"HTTP/1.1 {reply.status} {HTTPStatus(reply.status).phrase}\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in {**fixed, **reply.headers}.items())
+        self._transport.write(head.encode() + b"\r\n" + reply.body)
+        self.leave()
+
+    def _cut(self, why: Cut) -> None:
+        """End the connection now, whatever the client has not read."""
+        assert self._transport is not None
+        self._connections.crowd.on_cut(why)
+        self._transport.abort()
+
+
+class Connections:
+    """All connections of a gateway, whichever of its ports they came to."""
+
+    def __init__(self, crowd: Crowd) -> None:
+        self.crowd = crowd
+        self.limits: ConnectionLimits = crowd.limits
+        self._open: dict[asyncio.BaseTransport, GuardedConnection] = {}
+
+    def enter(self, connection: GuardedConnection, transport: asyncio.BaseTransport) -> bool:
+        """Take a new connection in; False if there is no room."""
+        self._open[transport] = connection
+        return self.crowd.enter(connection)
+
+    def exit(self, connection: GuardedConnection, transport: asyncio.BaseTransport) -> None:
+        self._open.pop(transport, None)
+        self.crowd.exit(connection)
+
+    def note_answered(self, transport: asyncio.BaseTransport | None) -> None:
+        """Take that a request has been answered, once what it wrote is on its way."""
+        connection = self._open.get(transport) if transport is not None else None
+        if connection is not None:
+            asyncio.get_running_loop().call_soon(connection.on_answered)
+
+
+class GuardedSite(web.BaseSite):
+    """A listening socket whose connections are guarded."""
+
+    def __init__(self, runner: web.AppRunner, listener: socket.socket, connections: Connections) -> None:
+        super().__init__(runner, backlog=_BACKLOG)
+        self._listener = listener
+        self._connections = connections
+
+    @property
+    def name(self) -> str:
+        return str(self._listener.getsockname())
+
+    async def start(self) -> None:
+        await super().start()
+        make = self._runner.server
+        assert make is not None
+        loop = asyncio.get_running_loop()
+        factory = loop.create_unix_server if self._listener.family == socket.AF_UNIX else loop.create_server
+        self._server = await factory(
+            lambda: GuardedConnection(make(), self._connections), sock=self._listener, backlog=self._backlog
+        )
+
+
+async def read_body(request: web.Request, max_bytes: int, limits: ConnectionLimits) -> bytes:
+    """Return a request's body. Raises BodyTooLarge, or RequestTimeout for one that comes too slowly."""
+    content = request.content
+    # Nearly always it has come with its head.
+    data = content.read_nowait()
+    pieces, size = [data], len(data)
+    clock = None if content.at_eof() else BodyClock(limits)
+    try:
+        while clock is not None and (data := await clock.next(request)):
+            size += len(data)
+            if size > max_bytes:
+                break
+            pieces.append(data)
+    except TimeoutError:
+        raise RequestTimeout("the request did not arrive in time; send it without pauses") from None
+    if size > max_bytes:
+        raise BodyTooLarge(max_bytes)
+    return b"".join(pieces)
+
+
+class BodyClock:
+    """How long a body may take: some seconds, and more for what has arrived."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self._limits = limits
+        self._deadline = asyncio.get_running_loop().time() + limits.body_seconds
+
+    async def next(self, request: web.Request) -> bytes:
+        """Return what comes next; nothing at the end. Raises TimeoutError."""
+        async with asyncio.timeout_at(self._deadline):
+            data = await request.content.readany()
+        self._deadline += len(data) / self._limits.body_bytes_per_second
+        return data

@@ -1,0 +1,117 @@
+"""Files and batches through the gateway: any Penstock replica can answer, for all of them share one store.
+
+Bodies are passed on as they come, in both directions. Which model a batch is for stands in its file; where one replica
+does not serve it, a replica of another model is asked. Knows nothing of policies: nobody waits for a token here.
+"""
+
+from collections.abc import AsyncIterator
+
+import aiohttp
+from aiohttp import web
+
+from penstock.connection_limits import ConnectionLimits
+from penstock.errors import EngineFailed, EngineUnavailable, RouteNotFound, UnknownModel
+from penstock.fleet.replica import Replica, ReplicaPool
+from penstock.fleet.router.connection import BodyClock, read_body
+from penstock.fleet.router.downstream import begin_stream
+from penstock.fleet.router.upstream import (
+    RETRIED_STATUSES,
+    UPSTREAM_ERRORS,
+    error_code,
+    note_failure,
+    read_error,
+    request_headers,
+    response_headers,
+    target,
+)
+
+PATTERN = r"/v1/{kind:files|batches}{rest:(?:/[A-Za-z0-9_-]+){0,2}}"
+
+
+class FileProxy:
+    def __init__(self, session: aiohttp.ClientSession, pool: ReplicaPool, limits: ConnectionLimits) -> None:
+        self._session = session
+        self._pool = pool
+        self._limits = limits
+
+    async def forward(
+        self, request: web.Request, request_id: str, *, max_body_bytes: int, has_keys: bool
+    ) -> web.StreamResponse:
+        """Answer a request with what a replica answers. Raises PenstockError where none does, and ClientGone."""
+        is_upload = request.method == "POST" and request.match_info["kind"] == "files"
+        body = None if is_upload else await read_body(request, max_body_bytes, self._limits)
+        refusal: web.Response | None = None
+        for replica in self._candidates():
+            headers = request_headers(request.headers, replica, request_id, has_keys=has_keys)
+            data = _pieces(request, self._limits) if body is None else body
+            try:
+                url = target(replica, request.rel_url.raw_path_qs)
+                async with self._session.request(
+                    request.method, url, data=data, headers=headers, allow_redirects=False
+                ) as upstream:
+                    if not _may_try_elsewhere(request, upstream.status):
+                        return await self._pass_on(request, request_id, upstream)
+                    refusal, code = await _refusal(request_id, upstream)
+                    if upstream.status == 404 and code != UnknownModel.code:
+                        return refusal
+            except UPSTREAM_ERRORS as error:
+                note_failure(replica, error)
+                was_sent = not isinstance(error, aiohttp.ClientConnectorError)
+                if was_sent and request.method != "GET":
+                    # It may have been done: to do it again would be worse than to say so.
+                    raise EngineFailed("a replica failed while it worked on this; look whether it was done") from None
+        if refusal is not None:
+            return refusal
+        raise EngineUnavailable("no replica that keeps files is ready; try again in a few seconds")
+
+    def _candidates(self) -> list[Replica]:
+        """Return a replica of each model, then the others; the least busy first."""
+        keepers = [replica for replica in self._pool if replica.adapter.keeps_files]
+        if not keepers and len(self._pool):
+            raise RouteNotFound("files and batches need a Penstock replica; those behind this gateway are others")
+        usable = sorted((item for item in keepers if item.is_usable), key=lambda item: item.busyness)
+        first: dict[object, Replica] = {}
+        for replica in usable:
+            first.setdefault(replica.models, replica)
+        return [*first.values(), *(replica for replica in usable if replica not in first.values())]
+
+    async def _pass_on(
+        self, request: web.Request, request_id: str, upstream: aiohttp.ClientResponse
+    ) -> web.StreamResponse:
+        headers = {**response_headers(upstream.headers), "x-request-id": request_id}
+        if upstream.content_length is not None:
+            headers["content-length"] = str(upstream.content_length)
+        response = web.StreamResponse(status=upstream.status, headers=headers)
+        downstream = await begin_stream(request, response)
+        try:
+            while data := await upstream.content.readany():
+                await downstream.write(data)
+            await downstream.end()
+        except UPSTREAM_ERRORS:
+            downstream.cut()  # the caller must not take a part for the whole
+        return response
+
+
+def _may_try_elsewhere(request: web.Request, status: int) -> bool:
+    """Whether a status may be another on another replica, and asking there does no harm."""
+    if request.method == "GET":
+        return status in RETRIED_STATUSES
+    return request.method == "POST" and request.match_info["kind"] == "batches" and status == 404
+
+
+async def _refusal(request_id: str, upstream: aiohttp.ClientResponse) -> tuple[web.Response, str]:
+    body = await read_error(upstream)
+    headers = {**response_headers(upstream.headers), "x-request-id": request_id}
+    return web.Response(status=upstream.status, body=body, headers=headers), error_code(body)
+
+
+async def _pieces(request: web.Request, limits: ConnectionLimits) -> AsyncIterator[bytes]:
+    """Yield an upload as it comes; one that comes too slowly is cut."""
+    clock = BodyClock(limits)
+    try:
+        while data := await clock.next(request):
+            yield data
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError from None

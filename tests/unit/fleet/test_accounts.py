@@ -1,0 +1,199 @@
+"""The gateway before servers that know nothing of tenants: it admits and books for them, and for nobody else."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+from aiohttp import web
+from sqlalchemy import func, select
+
+from penstock.fleet.config import ReplicaEntry
+from penstock.metering.counts import StoreCounts
+from penstock.metering.tenancy import Tenancy
+from penstock.store.database import Database
+from penstock.store.keys import KeyStore
+from penstock.store.ledger import UsageLedger
+from penstock.store.schema import leases
+from penstock.tenants import ApiKey, KeyTerms, Limits
+from tests.fakes.fake_replica import FakeReplica
+from tests.unit.fleet.conftest import QUICK, running_gateway, until
+from tests.unit.server.sse import events_in
+
+USAGE = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
+CACHED = {**USAGE, "prompt_tokens_details": {"cached_tokens": 3}}
+
+
+@dataclass
+class Settings:
+    keys: tuple[ApiKey, ...] = ()
+    keys_file: str | None = None
+    needs_keys: bool = False
+
+
+@pytest.fixture
+async def tenancy(tmp_path):
+    tenancy = Tenancy(Settings(), StoreCounts(), Database.open(str(tmp_path / "s.db")))
+    yield tenancy
+    await tenancy.close()
+
+
+def give_key(tenancy, **limits):
+    store = KeyStore(tenancy.database)
+    secret = store.create("alice", KeyTerms(limits=Limits(**limits)))
+    tenancy.ring.replace(store.load(), needs_keys=True)
+    return {"authorization": f"Bearer {secret}"}
+
+
+def booked(tenancy, tenant="open"):
+    """Return requests, prompt, cached and output tokens, refused and errors."""
+    (entry,) = UsageLedger(tenancy.database).read(tenant=tenant) or [None]
+    if entry is None:
+        return None
+    counts = (entry.requests, entry.prompt_tokens, entry.cached_tokens, entry.output_tokens)
+    return *counts, entry.refused, entry.errors
+
+
+def num_leases(tenancy):
+    with tenancy.database.reading() as connection:
+        return connection.execute(select(func.count()).select_from(leases)).scalar_one()
+
+
+def answering(document, status=200):
+    async def answer(replica, request, body):
+        return web.json_response(document, status=status)
+
+    return answer
+
+
+def streaming(*texts, usage=None, breaks=False):
+    async def answer(replica, request, body):
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        events = [{"choices": [{"index": 0, "text": text}], "usage": None} for text in ("", *texts)]
+        if usage is not None and (body.get("stream_options") or {}).get("include_usage"):
+            events.append({"choices": [], "usage": usage})
+        for event in events:
+            await response.write(b"data: %b\r\n\r\n" % json.dumps(event).encode())
+        if breaks:
+            await asyncio.sleep(0.05)
+            request.transport.close()
+            return response
+        await response.write(b"data: [DONE]\r\n\r\n")
+        return response
+
+    return answer
+
+
+def events(body):
+    return events_in(body.replace(b"\r\n", b"\n"))
+
+
+async def test_what_a_foreign_answer_tells_of_its_cost_is_booked(tenancy):
+    replica = FakeReplica(answer=answering({"choices": [], "usage": CACHED}))
+    async with replica.running(), running_gateway(replica, kind="vllm", tenancy=tenancy) as running:
+        assert (await running.ask()).status == 200
+        assert booked(tenancy) == (1, 7, 3, 5, 0, 0)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+async def test_a_foreign_stream_is_asked_for_its_cost_and_only_who_asked_sees_it(tenancy, asks):
+    replica = FakeReplica(answer=streaming("a", "b", usage=USAGE))
+    fields = {"stream": True, "stream_options": {"include_usage": True}} if asks else {"stream": True}
+    async with replica.running(), running_gateway(replica, kind="vllm", tenancy=tenancy) as running:
+        seen = events(await (await running.ask(**fields)).read())
+        assert booked(tenancy) == (1, 7, 0, 5, 0, 0)
+    assert seen[-1] == "[DONE]"
+    assert [event["usage"] for event in seen[:-1] if event["usage"]] == ([USAGE] if asks else [])
+    assert [event["choices"][0]["text"] for event in seen[:-1] if event["choices"]] == ["", "a", "b"]
+
+
+async def test_what_a_server_does_not_tell_is_estimated_and_said_to_be(tenancy):
+    replica = FakeReplica(answer=streaming("a", "b", "c"))
+    async with replica.running(), running_gateway(replica, kind="llama.cpp", tenancy=tenancy) as running:
+        await running.ask(stream=True, prompt="x" * 40)
+        replica.answer = answering({"choices": [{"text": "y" * 20}]})
+        await running.ask(prompt=[1, 2, 3])
+        text = await (await running.client.get(f"{running.url}/metrics")).text()
+    assert booked(tenancy) == (2, 10 + 3, 0, 3 + 5, 0, 0)
+    assert "penstock_gateway_estimated_usage_total 2.0" in text
+
+
+async def test_a_caller_who_leaves_pays_for_what_was_made(tenancy):
+    async def talk(replica, request, body):
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for _ in range(6):
+            await response.write(b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n')
+        await asyncio.Event().wait()
+
+    replica = FakeReplica(answer=talk)
+    async with replica.running(), running_gateway(replica, kind="vllm", tenancy=tenancy) as running:
+        body = {"model": "tiny", "prompt": [1, 2], "stream": True}
+        response = await running.client.post(f"{running.url}/v1/completions", json=body)
+        seen = b""
+        while seen.count(b"data:") < 6:
+            seen += await response.content.readany()
+        response.close()
+        await until(lambda: booked(tenancy) is not None)
+    assert booked(tenancy) == (1, 2, 0, 6, 0, 0)
+
+
+async def test_a_penstock_replica_counts_itself_and_nothing_is_counted_twice(tenancy):
+    replica = FakeReplica(answer=answering({"choices": [], "usage": USAGE}))
+    headers = give_key(tenancy, requests_per_minute=1)
+    async with replica.running(), running_gateway(replica, tenancy=tenancy) as running:
+        running.client.headers.update(headers)
+        assert [(await running.ask()).status for _ in range(3)] == [200] * 3
+    assert booked(tenancy, "alice") is None
+
+
+async def test_a_request_that_a_foreign_server_failed_and_ours_answered_is_not_booked_here(tenancy):
+    bad, good = FakeReplica(answer=answering({}, status=500)), FakeReplica()
+    headers = give_key(tenancy, requests_per_minute=1)
+    async with bad.running(), good.running():
+        config = msgspec.structs.replace(QUICK, replicas=(ReplicaEntry(url=bad.url, kind="vllm"),))
+        async with running_gateway(good, config=config, tenancy=tenancy) as running:
+            running.client.headers.update(headers)
+            assert [(await running.ask()).status for _ in range(4)] == [200] * 4
+    assert bad.received
+    assert booked(tenancy, "alice") is None
+
+
+async def test_a_limit_is_kept_before_a_foreign_server_and_the_refusal_booked(tenancy):
+    replica = FakeReplica(answer=answering({"choices": [], "usage": USAGE}))
+    headers = give_key(tenancy, tokens_per_day=30)
+    async with replica.running(), running_gateway(replica, kind="vllm", tenancy=tenancy) as running:
+        running.client.headers.update(headers)
+        # Each may use 7 + 5 and does: the third would be over 30.
+        answers = [await running.ask(prompt=[1] * 7, max_tokens=5) for _ in range(3)]
+        assert [answer.status for answer in answers] == [200, 200, 429]
+        assert (await answers[2].json())["error"]["code"] == "rate_limit_exceeded"
+        assert int(answers[2].headers["retry-after"]) > 0
+        too_long = await running.ask(prompt=[1] * 20, max_tokens=20)
+        assert (await too_long.json())["error"]["code"] == "limit_too_small"
+    assert len(replica.received) == 2
+    assert booked(tenancy, "alice") == (2, 14, 0, 10, 1, 0)
+
+
+@pytest.mark.parametrize(("status", "counts"), [(400, (1, 7, 0, 5, 0, 0)), (500, (1, 7, 0, 5, 0, 1))])
+async def test_what_a_foreign_server_refuses_or_fails_costs_its_tenant_nothing(tenancy, status, counts):
+    replica = FakeReplica(answer=answering({"error": {"message": "no"}}, status=status))
+    headers = give_key(tenancy, tokens_per_day=12, concurrent_requests=1)
+    async with replica.running(), running_gateway(replica, kind="vllm", tenancy=tenancy) as running:
+        running.client.headers.update(headers)
+        assert (await running.ask(prompt=[1] * 7, max_tokens=5)).status == status
+        replica.answer = answering({"choices": [], "usage": USAGE})
+        await until(lambda: num_leases(tenancy) == 0 and running.gateway.pool.find(replica.url).is_usable)
+        assert (await running.ask(prompt=[1] * 7, max_tokens=5)).status == 200
+    assert booked(tenancy, "alice")[:4] == counts[:4]
+    assert booked(tenancy, "alice")[5] == counts[5]
+
+
+async def test_a_stream_that_breaks_is_paid_as_far_as_it_went(tenancy):
+    replica = FakeReplica(answer=streaming("a", "b", breaks=True))
+    async with replica.running(), running_gateway(replica, kind="vllm", tenancy=tenancy) as running:
+        await running.ask(stream=True, prompt=[1, 2, 3])
+        await until(lambda: booked(tenancy) is not None)
+    assert booked(tenancy) == (1, 3, 0, 2, 0, 1)

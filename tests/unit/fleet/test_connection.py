@@ -1,0 +1,152 @@
+"""Callers that are slow, silent or greedy: each is bounded, then cut, and the others are served."""
+
+import asyncio
+import contextlib
+import json
+
+from aiohttp import web
+
+from penstock.connection_limits import ConnectionLimits
+from tests.fakes.fake_replica import FakeReplica
+from tests.unit.fleet.conftest import running_gateway, until
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+LIVE = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
+BODY = b'{"model": "tiny", "stream": true}'
+
+
+@contextlib.asynccontextmanager
+async def limited(answer=None, **limits):
+    replica = FakeReplica() if answer is None else FakeReplica(answer=answer)
+    async with replica.running(), running_gateway(replica, limits=ConnectionLimits(**limits)) as running:
+        yield running, replica
+
+
+@contextlib.asynccontextmanager
+async def connected(running):
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]), limit=1024)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def error_code(answer):
+    return json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"]
+
+
+async def cuts(running, why):
+    text = await (await running.client.get(f"{running.url}/metrics")).text()
+    return f'penstock_gateway_connections_cut_total{{why="{why}"}} 1.0' in text
+
+
+async def read_answer(reader):
+    """Read one answer of a connection that stays open."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = next(int(line.split(b":")[1]) for line in head.lower().splitlines() if line.startswith(b"content-length"))
+    return head + await reader.readexactly(length)
+
+
+async def test_a_head_that_drips_is_answered_408_and_closed():
+    async with limited(head_seconds=0.15) as (running, _), connected(running) as (reader, writer):
+        writer.write(HEAD)
+        answer = asyncio.create_task(reader.read())
+        while not answer.done():
+            writer.write(b"x: y\r\n")
+            await asyncio.sleep(0.02)
+        assert (await answer).startswith(b"HTTP/1.1 408 ")
+        assert error_code(await answer) == "request_timeout"
+        assert await cuts(running, "head")
+
+
+async def test_a_head_that_is_too_large_is_answered_431():
+    async with limited(max_head_bytes=2000) as (running, _), connected(running) as (reader, writer):
+        writer.write(HEAD + b"x: y\r\n" * 400)
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert error_code(answer) == "head_too_large"
+        assert await cuts(running, "head")
+
+
+async def test_a_body_is_no_part_of_the_head_however_it_arrives():
+    async with limited(max_head_bytes=200) as (running, replica), connected(running) as (reader, writer):
+        body = json.dumps({"model": "tiny", "prompt": "x" * 3000}).encode()
+        request = HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
+        for place in range(0, len(request), 37):
+            writer.write(request[place : place + 37])
+            await asyncio.sleep(0)
+        assert b" 200 " in await reader.readline()
+        assert len(replica.received) == 1
+
+
+async def test_a_body_that_does_not_come_is_answered_408():
+    async with limited(body_seconds=0.1) as (running, replica), connected(running) as (reader, writer):
+        writer.write(HEAD + b"content-length: 40\r\n\r\n" + BODY[:10])
+        assert b" 408 " in await reader.readline()
+        assert not replica.received
+
+
+async def test_a_connection_that_says_nothing_is_closed():
+    async with limited(idle_seconds=0.1) as (running, _), connected(running) as (reader, writer):
+        writer.write(b"\r\n\r\n")  # begins no request
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+
+
+async def test_requests_one_after_the_other_each_have_their_time():
+    async with limited(head_seconds=0.3) as (running, _), connected(running) as (reader, writer):
+        for _ in range(3):
+            writer.write(LIVE)
+            assert b" 200 " in await read_answer(reader)
+            await asyncio.sleep(0.2)
+
+
+async def test_the_longest_idle_connection_makes_room_and_only_without_one_a_new_one_is_refused():
+    release = asyncio.Event()
+
+    async def wait(replica, request, body):
+        await release.wait()
+        return web.json_response({})
+
+    async with limited(wait, max_connections=2) as (running, replica), contextlib.AsyncExitStack() as stack:
+        pairs = []
+        for _ in range(2):
+            pairs.append(await stack.enter_async_context(connected(running)))
+            pairs[-1][1].write(LIVE)
+            await read_answer(pairs[-1][0])
+        reader, writer = await stack.enter_async_context(connected(running))
+        assert await asyncio.wait_for(pairs[0][0].read(), 5) == b""  # it made room
+        for other in (writer, pairs[1][1]):
+            other.write(HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY)
+        await until(lambda: len(replica.received) == 2)
+        refused, _ = await stack.enter_async_context(connected(running))
+        answer = await asyncio.wait_for(refused.read(), 5)
+        assert answer.startswith(b"HTTP/1.1 429 ")
+        assert b"retry-after: 1" in answer
+        release.set()
+        assert b" 200 " in await read_answer(reader)
+
+
+async def test_a_reader_that_stops_holds_up_its_own_stream_only_and_is_cut_in_the_end():
+    sent = 0
+
+    async def pour(replica, request, body):
+        nonlocal sent
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for _ in range(4000):
+            await response.write(b"data: " + b"x" * 16_000 + b"\n\n")
+            sent += 16_000
+        return response
+
+    async with limited(pour, reader_seconds=1.0) as (running, replica), connected(running) as (_, writer):
+        writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY)
+        await until(lambda: replica.received)
+        replica.answer = FakeReplica().answer
+        assert (await running.ask()).status == 200
+        in_flight = running.gateway.pool.find(replica.url)
+        assert in_flight.num_in_flight == 1  # it may take its time
+        await until(lambda: in_flight.num_in_flight == 0)
+        assert 0 < sent < 4000 * 16_000
+        assert await cuts(running, "reader")

@@ -1,0 +1,88 @@
+"""Files and batches through the gateway, before scripted servers."""
+
+import pytest
+from aiohttp import web
+
+from tests.fakes.fake_replica import FakeReplica
+from tests.unit.fleet.conftest import running_gateway
+
+HEADERS = {"content-type": "application/json"}
+
+
+def files_of(*, missing=False, status=200):
+    """Answer what a replica answers for files and batches; `missing`: it does not serve the batch's model."""
+
+    async def answer(replica, request):
+        replica.received.append({"method": request.method, "path": request.path_qs, "body": await request.read()})
+        if missing:
+            return web.json_response({"error": {"message": "no", "code": "model_not_found"}}, status=404)
+        return web.json_response({"id": "x"}, status=status)
+
+    return answer
+
+
+async def test_everything_of_files_and_batches_reaches_a_replica_as_it_was_sent():
+    async with FakeReplica(files=files_of()).running() as one, running_gateway(one) as running:
+        sent = [
+            ("POST", "/v1/files", b"x" * 100_000),  # larger than other bodies may be
+            ("GET", "/v1/files?limit=3&after=a", b""),
+            ("GET", "/v1/files/file-1/content", b""),
+            ("DELETE", "/v1/files/file-1", b""),
+            ("POST", "/v1/batches", b"{}"),
+            ("POST", "/v1/batches/batch_1/cancel", b""),
+        ]
+        for method, path, body in sent:
+            answer = await running.client.request(method, running.url + path, data=body, headers=HEADERS)
+            assert (answer.status, await answer.json()) == (200, {"id": "x"})
+        assert [(item["method"], item["path"], item["body"]) for item in one.received] == sent
+
+
+async def test_a_batch_reaches_a_replica_of_its_model():
+    async with (
+        FakeReplica(models=("a",), files=files_of(missing=True)).running() as one,
+        FakeReplica(models=("b",), files=files_of()).running() as other,
+        running_gateway(one, other) as running,
+    ):
+        for _ in range(2):
+            answer = await running.client.post(f"{running.url}/v1/batches", data=b"{}", headers=HEADERS)
+            assert answer.status == 200
+        other.files = files_of(missing=True)
+        answer = await running.client.post(f"{running.url}/v1/batches", data=b"{}", headers=HEADERS)
+        assert (answer.status, (await answer.json())["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(("method", "tries"), [("GET", 2), ("POST", 1), ("DELETE", 1)])
+async def test_only_what_changes_nothing_is_tried_again(method, tries):
+    async with (
+        FakeReplica(files=files_of(status=503)).running() as one,
+        FakeReplica(files=files_of(status=503)).running() as other,
+        running_gateway(one, other) as running,
+    ):
+        answer = await running.client.request(method, f"{running.url}/v1/batches/batch_1", data=b"", headers=HEADERS)
+        assert answer.status == 503
+        assert len(one.received) + len(other.received) == tries
+
+
+async def test_a_dead_replica_is_passed_over():
+    dead = FakeReplica(files=files_of())
+    async with dead.running():
+        pass  # only to have a port, which is closed now
+    async with FakeReplica(files=files_of()).running() as good, running_gateway(dead, good) as running:
+        running.gateway.pool.find(dead.url).models = ()
+        for _ in range(3):
+            answer = await running.client.post(f"{running.url}/v1/files", data=b"x", headers=HEADERS)
+            assert answer.status == 200
+
+
+async def test_foreign_servers_have_none_and_that_is_said():
+    async with FakeReplica().running() as one, running_gateway(one, kind="vllm") as running:
+        answer = await running.client.get(f"{running.url}/v1/files")
+        document = await answer.json()
+        assert (answer.status, document["error"]["code"]) == (404, "route_not_found")
+        assert "Penstock replica" in document["error"]["message"]
+        assert not one.received
+
+
+async def test_without_a_replica_that_is_up_it_is_503():
+    async with FakeReplica(ready=503).running() as one, running_gateway(one) as running:
+        assert (await running.client.get(f"{running.url}/v1/files")).status == 503

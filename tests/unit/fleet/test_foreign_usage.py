@@ -1,0 +1,83 @@
+"""What foreign answers cost, read from what they say."""
+
+import itertools
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.fleet.router.foreign_usage import UsageReader, asking_for_usage, need_of, read_whole
+from penstock.fleet.router.query import read_head
+from penstock.telemetry import RequestRecord
+
+SAYS_USAGE = rb'data: {"choices": [{"index": 0, "text": "they say \"usage\": {\"prompt_tokens\": 9}"}]}'
+STREAM = [
+    b'data: {"choices": [{"index": 0, "delta": {"role": "assistant"}}], "usage": null}',
+    b": ping",
+    SAYS_USAGE,
+    b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}',
+    b"data: [DONE]",
+]
+
+
+def record():
+    return RequestRecord("id", "POST", "/", 0.0, prompt_tokens=1)
+
+
+def need(**fields):
+    return need_of(read_head(msgspec.json.encode({"model": "m", **fields})), 100)
+
+
+@given(
+    st.sampled_from([b"\n\n", b"\r\n\r\n"]),
+    st.lists(st.integers(0, 400), max_size=12),
+    st.booleans(),
+)
+def test_however_a_stream_is_cut_up_it_passes_whole_and_tells_its_cost(end, cuts, hides):
+    events = [event + end for event in STREAM]
+    data = b"".join(events)
+    places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    noted = record()
+    reader = UsageReader(noted, hides_usage=hides)
+    passed = b"".join(reader.feed(data[a:b]) for a, b in itertools.pairwise(places))
+    assert b"[DONE]" not in passed
+    assert passed + reader.last_bytes() == b"".join(events[:3] + (events[3:] if not hides else events[4:]))
+    reader.note_cost()
+    assert (noted.prompt_tokens, noted.output_tokens, noted.usage_source) == (3, 2, "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "input_tokens", "most", "answers"),
+    [
+        ({"prompt": "x" * 10, "max_tokens": 6}, 3, 6, 1),
+        ({"prompt": [1, 2, 3], "max_tokens": 6, "n": 2}, 3, 12, 2),
+        ({"prompt": [[1, 2], [3]], "max_tokens": 6}, 3, 12, 2),
+        ({"prompt": ["x" * 8, "y" * 4], "max_tokens": 6, "n": 2}, 3, 24, 4),
+        ({"messages": [{"role": "user", "content": "x" * 12}], "max_completion_tokens": 4, "max_tokens": 9}, 3, 4, 1),
+        ({"messages": [{"content": [{"type": "text", "text": "x" * 12}, {"type": "image_url"}]}]}, 3, 97, 1),
+        ({"input": "x" * 12, "max_tokens": "many"}, 3, 97, 1),
+    ],
+)
+def test_what_a_request_may_use_is_told_by_its_body(fields, input_tokens, most, answers):
+    found = need(**fields)
+    assert (found.input_tokens, found.most_output_tokens, found.num_answers) == (input_tokens, most, answers)
+    assert found.output_is_stated == (most not in (97,))
+
+
+def test_asking_for_usage_keeps_what_was_asked_before():
+    body = asking_for_usage(b'{"model": "m", "stream_options": {"other": 1}}')
+    assert msgspec.json.decode(body) == {"model": "m", "stream_options": {"other": 1, "include_usage": True}}
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"usage": 5}', b'{"choices": [5]}'])
+def test_a_body_that_tells_nothing_is_estimated(body):
+    noted = record()
+    read_whole(body, noted)
+    assert (noted.prompt_tokens, noted.output_tokens, noted.usage_source) == (1, 0, "estimate")
+
+
+def test_the_names_of_newer_apis_are_read_too():
+    noted = record()
+    read_whole(b'{"usage": {"input_tokens": 4, "output_tokens": 6}}', noted)
+    assert (noted.prompt_tokens, noted.output_tokens, noted.usage_source) == (4, 6, "")
