@@ -72,6 +72,7 @@ OWN_FLAGS = {
     "simulate": [
         "--profile",
         "--replicas",
+        "--policy",
         "--workload",
         "--shape",
         "--shared-tokens",

@@ -1,5 +1,6 @@
 """What a routing policy is: one request and the replicas that could take it in, one of them and why out."""
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ class Choice:
 
 class Policy(ABC):
     """One way to spread requests. One object serves one model, for the gateway's life."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        """Policies that draw do it with `self.random`; with a seed they draw the same every time."""
+        self.random = random.Random(seed)
 
     @abstractmethod
     def choose(self, query: RouteQuery, candidates: Sequence[Replica]) -> Choice:
