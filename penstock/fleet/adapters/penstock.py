@@ -1,6 +1,7 @@
 """A Penstock server."""
 
 from penstock.fleet.adapters.interface import ReplicaAdapter
+from penstock.protocol.block_events import BLOCK_EVENTS_PATH
 
 ADAPTER = ReplicaAdapter(
     kind="penstock",
@@ -10,4 +11,6 @@ ADAPTER = ReplicaAdapter(
     kv_utilization="penstock_kv_cache_utilization",
     context_fields=("max_context_tokens",),
     can_frame=True,
+    cache_info="penstock_cache_config_info",
+    block_events_path=BLOCK_EVENTS_PATH,
 )

@@ -6,14 +6,17 @@ workloads or measurements.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 
-from penstock.engine.messages import EngineStats
+from penstock.engine.messages import EngineStats, TokenEvent
 from penstock.fleet.adapters.interface import Load, ServedModel
+from penstock.fleet.cached_blocks import CachedBlocks
 from penstock.fleet.config import HealthSection, ReplicaEntry
 from penstock.fleet.replica import Replica, ReplicaPool
 from penstock.fleet.router.policies.interface import Choice, Policy
 from penstock.fleet.router.policies.registry import POLICIES
 from penstock.fleet.router.query import RouteQuery
+from penstock.protocol.prompt_note import PromptNote
 from penstock.tools.simulator.agenda import Agenda
 from penstock.tools.simulator.replica import VirtualReplica
 from penstock.tools.simulator.server import SimulatedServer
@@ -28,6 +31,7 @@ class Placed:
 
     replica: VirtualReplica
     choice: Choice
+    sent: float
 
 
 class VirtualFleet:
@@ -43,6 +47,8 @@ class VirtualFleet:
         self._by_url: dict[str, VirtualReplica] = {}
         self._known: dict[VirtualReplica, Replica] = {}
         self._num_started = 0
+        config = server.config
+        self._kv_tokens = config.block_tokens * (config.num_blocks - 1 + config.num_host_slots)
         for _ in range(server.num_replicas):
             self.start_replica()
 
@@ -101,11 +107,16 @@ class VirtualFleet:
             return None
         choice = self._policy.choose(query, candidates)
         choice.replica.num_in_flight += 1
-        return Placed(self._by_url[choice.replica.url], choice)
+        return Placed(self._by_url[choice.replica.url], choice, self.now)
+
+    def note_first_token(self, placed: Placed, note: PromptNote | None) -> None:
+        """Take that a request's first token has come."""
+        self._policy.on_first_byte(placed.choice, self.now - placed.sent, note)
 
     def release(self, placed: Placed) -> None:
         """Take that a request has ended there."""
         placed.choice.replica.num_in_flight -= 1
+        self._policy.on_end(placed.choice)
         self._end_drained(placed.replica)
 
     def furthest_behind(self) -> VirtualReplica | None:
@@ -113,12 +124,20 @@ class VirtualFleet:
         busy = (item for item in self.replicas if item.has_work)
         return min(busy, key=lambda item: item.next_step_at, default=None)
 
+    def step(self, replica: VirtualReplica) -> list[TokenEvent]:
+        """Run one of a replica's steps; the gateway hears of its blocks when it has ended."""
+        events = replica.step()
+        changes, known = replica.take_block_changes(), self._known[replica]
+        if changes is not None and known.blocks is not None:
+            self._agenda.add(replica.clock.now(), partial(known.blocks.apply, changes))
+        return events
+
     def probe(self) -> None:
         """Learn every replica's load, as the gateway's health monitor does."""
         for replica in self.replicas:
             known = self.known(replica)
             if known is not None:
-                known.note_load(load_of(replica.stats))
+                known.note_load(load_of(replica.stats, self._kv_tokens))
 
     def _join(self, replica: VirtualReplica) -> None:
         if replica.is_draining:
@@ -126,6 +145,8 @@ class VirtualFleet:
         known = self.pool.add(_SOURCE, ReplicaEntry(url=_url(replica)))
         known.models = (ServedModel(MODEL, self.server.config.max_context_tokens),)
         known.breaker.on_probe(True)
+        if self._policy.uses_blocks:
+            known.blocks = CachedBlocks(replica.watch_blocks())
         self._by_url[known.url], self._known[replica] = replica, known
 
     def _end_drained(self, replica: VirtualReplica) -> None:
@@ -137,12 +158,13 @@ class VirtualFleet:
             self.ended.append(replica)
 
 
-def load_of(stats: EngineStats) -> Load:
+def load_of(stats: EngineStats, kv_tokens: int) -> Load:
     """Return what a gateway would read from the replica's metrics."""
     return Load(
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
         kv_utilization=stats.num_used_blocks / stats.num_blocks,
+        kv_tokens=kv_tokens,
     )
 
 

@@ -3,10 +3,12 @@
 What the HTTP side would cost is a fixed time before and after, from the profile. Knows nothing of other replicas.
 """
 
+from penstock.engine.block_feed import BlockFeed
 from penstock.engine.builder import assemble, warm_up
 from penstock.engine.messages import EngineStats, Submit, TokenEvent
 from penstock.engine.simulated.device import make_runner
 from penstock.engine.simulated.runner import Timing
+from penstock.protocol.block_events import BlockChanges, BlockSnapshot
 from penstock.tools.simulator.clock import VirtualClock
 from penstock.tools.simulator.server import SimulatedServer
 
@@ -29,6 +31,7 @@ class VirtualReplica:
         warm_up(self._engine, server.config)
         self._runner.busy_seconds = 0.0
         self.clock.advance_to(ready_at)
+        self._blocks = BlockFeed(self._engine.scheduler.cache)
 
     @property
     def has_work(self) -> bool:
@@ -63,6 +66,14 @@ class VirtualReplica:
         """Run the engine once; the clock then shows when its step ended."""
         self.clock.advance_to(self.next_step_at)
         return [event for _, event in self._engine.step()]
+
+    def watch_blocks(self) -> BlockSnapshot:
+        """Begin to note which blocks come and go in its cache; return those that are there."""
+        return self._blocks.join(b"")[1]
+
+    def take_block_changes(self) -> BlockChanges | None:
+        """Return what has changed since the last call, if somebody watches and anything has."""
+        return self._blocks.take()
 
     def seconds_until(self, now: float) -> float:
         """How long it has been paid for: from its start, before it was ready, to its end or to now."""

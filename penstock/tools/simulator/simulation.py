@@ -11,6 +11,7 @@ from penstock.engine.messages import Submit, TokenEvent
 from penstock.errors import EngineUnavailable, Overloaded
 from penstock.fleet.config import QueueSection
 from penstock.fleet.router.query import RequestHead, RouteQuery
+from penstock.protocol.prompt_note import PromptNote
 from penstock.request import SamplingParams
 from penstock.tools.bench.client import Measurement
 from penstock.tools.bench.document import Report, Run, new_report
@@ -100,7 +101,7 @@ class Simulation:
                 self._agenda.run_next()
                 self._place_held()
                 continue
-            for index, event in enumerate(busy.step()):
+            for index, event in enumerate(self.fleet.step(busy)):
                 self._take(event, busy.clock.now() + index * event_seconds)
         return [self._measured[index] for index in sorted(self._measured)]
 
@@ -177,6 +178,9 @@ class Simulation:
         request = self._open[event.request_id]
         measurement = request.measurement
         if event.token_ids:
+            if not request.num_tokens and request.placed is not None:
+                note = event.prompt or PromptNote(request.planned.prompt.num_tokens, event.num_cached_tokens)
+                self._agenda.add(moment, partial(self.fleet.note_first_token, request.placed, note))
             measurement.token_times.append(moment + self._server.profile.host.delivery_ms / 1e3)
             request.num_tokens += len(event.token_ids)
             measurement.cached_tokens = max(measurement.cached_tokens or 0, event.num_cached_tokens)

@@ -1,0 +1,150 @@
+"""The replica that will answer soonest: what it must still compute, what waits before it, and what decodes beside.
+
+The part of a prompt that a replica has cached costs nothing there (`fleet.prefix_index`). Speeds are learnt from the
+answers. A replica that was given more work than the others lately costs more, so that a prefix that everybody uses
+comes to live on several.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from penstock.fleet.prefix_index import PrefixIndex
+from penstock.fleet.replica import Replica
+from penstock.fleet.router.policies.interface import Choice, Policy
+from penstock.fleet.router.query import PIECE_TOKENS, RouteQuery
+from penstock.fleet.router.ttft_model import PrefillWork, TtftModel, prefill_work
+from penstock.protocol.prompt_note import PromptNote
+
+_DEFAULT_KV_TOKENS = 500_000  # of a replica that does not tell
+_BALANCE_SECONDS = 60.0  # after so long, work that was given counts a third
+# What is computed here though another replica has it takes the device from everybody who comes later.
+_COMPUTE_WEIGHT = 20.0
+_BALANCE_WEIGHT = 0.05  # seconds of cost for each second of work that a replica was given beyond the least
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A request that was sent and has not been answered yet."""
+
+    hashes: Sequence[bytes]
+    work: PrefillWork  # its own
+    ahead: PrefillWork  # with what was before it
+    num_decoding: float
+    sent: float
+
+
+@dataclass(slots=True)
+class _View:
+    """One replica as the policy sees it."""
+
+    index: PrefixIndex
+    pending: dict[Choice, _Pending] = field(default_factory=dict)  # in the order in which they were sent
+    num_decoding: int = 0  # answered, not ended
+    given_seconds: float = 0.0  # of work, older work decayed
+    given_at: float = 0.0
+    progress_from: float = 0.0  # since when it works on the oldest that is pending
+
+    def decay(self, now: float) -> None:
+        self.given_seconds *= math.exp((self.given_at - now) / _BALANCE_SECONDS)
+        self.given_at = now
+
+
+class KvAware(Policy):
+    uses_blocks = True
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__(seed)
+        self._views: WeakKeyDictionary[Replica, _View] = WeakKeyDictionary()
+        self._model = TtftModel()
+
+    def choose(self, query: RouteQuery, candidates: Sequence[Replica]) -> Choice:
+        now = candidates[0].clock()
+        views = [self._view(replica, now) for replica in candidates]
+        least_given = min(view.given_seconds for view in views)
+        offers = [self._offer(query, replica, view, now) for replica, view in zip(candidates, views, strict=True)]
+        costs = [
+            offer.seconds
+            + _COMPUTE_WEIGHT * self._model.work_seconds(offer.work)
+            + _BALANCE_WEIGHT * (view.given_seconds - least_given)
+            for offer, view in zip(offers, views, strict=True)
+        ]
+        best = min(range(len(costs)), key=lambda index: (costs[index], self.random.random()))
+        return self._take(query, candidates[best], views[best], offers[best], now)
+
+    def on_first_byte(self, choice: Choice, seconds: float | None, prompt: PromptNote | None) -> None:
+        view = self._views.get(choice.replica)
+        pending = view.pending.pop(choice, None) if view is not None else None
+        if view is None or pending is None:
+            return
+        view.num_decoding += 1
+        view.progress_from = choice.replica.clock()
+        ahead = pending.ahead
+        if prompt is not None:
+            view.index.learn(pending.hashes, prompt)
+            # What was really to compute, in the place of what was expected.
+            real = prefill_work(prompt.num_tokens, prompt.num_cached_tokens)
+            ahead = ahead.plus(pending.work, -1.0).plus(real)
+        if seconds is not None:
+            self._model.observe(ahead, pending.num_decoding, seconds)
+
+    def on_end(self, choice: Choice) -> None:
+        view = self._views.get(choice.replica)
+        if view is None:
+            return
+        if view.pending.pop(choice, None) is None and view.num_decoding:
+            view.num_decoding -= 1
+
+    def _view(self, replica: Replica, now: float) -> _View:
+        view = self._views.get(replica)
+        if view is None:
+            view = self._views[replica] = _View(PrefixIndex(0), given_at=now)
+        view.index.max_pieces = int((replica.load.kv_tokens or _DEFAULT_KV_TOKENS) // PIECE_TOKENS)
+        view.decay(now)
+        return view
+
+    def _offer(self, query: RouteQuery, replica: Replica, view: _View, now: float) -> "_Offer":
+        num_cached = view.index.count_cached(query.prefix_hashes, replica.blocks) * PIECE_TOKENS
+        work = prefill_work(query.num_prompt_tokens, num_cached)
+        ahead = self._queue(view, now).plus(work)
+        # Others than this gateway may have sent it requests; those are taken to decode.
+        num_decoding = max(float(view.num_decoding), replica.busyness - len(view.pending))
+        return _Offer(num_cached, work, ahead, num_decoding, self._model.seconds(ahead, num_decoding))
+
+    def _queue(self, view: _View, now: float) -> PrefillWork:
+        """What the replica has still to compute; of the oldest request a part is done."""
+        queue = PrefillWork()
+        since = view.progress_from
+        for place, pending in enumerate(view.pending.values()):
+            share = 1.0
+            if place == 0:
+                seconds = self._model.work_seconds(pending.work)
+                done = (now - max(since, pending.sent)) / seconds if seconds > 0 else 1.0
+                share = 1.0 - min(1.0, max(0.0, done))
+            queue = queue.plus(pending.work, share)
+        return queue
+
+    def _take(self, query: RouteQuery, replica: Replica, view: _View, offer: "_Offer", now: float) -> Choice:
+        choice = Choice(
+            replica,
+            f"{offer.num_cached} of {query.num_prompt_tokens} tokens cached, {len(view.pending)} prompts before it",
+            predicted_ttft_seconds=offer.seconds,
+            cached_tokens=offer.num_cached,
+        )
+        hashes = query.prefix_hashes
+        view.pending[choice] = _Pending(hashes, offer.work, offer.ahead, offer.num_decoding, now)
+        view.given_seconds += self._model.work_seconds(offer.work)
+        view.index.remember(hashes)
+        return choice
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What a request would cost on one replica."""
+
+    num_cached: int
+    work: PrefillWork
+    ahead: PrefillWork
+    num_decoding: float
+    seconds: float
