@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from penstock.engine.messages import Submit, TokenEvent
 from penstock.errors import EngineUnavailable, Overloaded
 from penstock.fleet.config import QueueSection
@@ -14,11 +16,12 @@ from penstock.fleet.router.query import RequestHead, RouteQuery
 from penstock.protocol.prompt_note import PromptNote
 from penstock.request import SamplingParams
 from penstock.tools.bench.client import Measurement
-from penstock.tools.bench.document import Report, Run, new_report
+from penstock.tools.bench.document import FleetFigures, Report, Run, new_report
 from penstock.tools.bench.summary import ServiceLevel, summarise
 from penstock.tools.bench.workload import PlannedRequest, Workload
 from penstock.tools.simulator.agenda import Agenda
 from penstock.tools.simulator.fleet import MODEL, Placed, VirtualFleet
+from penstock.tools.simulator.infinite_cache import InfiniteCache
 from penstock.tools.simulator.replica import VirtualReplica
 from penstock.tools.simulator.server import SimulatedServer
 
@@ -40,7 +43,9 @@ def simulate(
 
 def simulate_run(server: SimulatedServer, workload: Workload, level: ServiceLevel, *, ignore_eos: bool = True) -> Run:
     """Run one workload in virtual time."""
-    return summarise(workload, Simulation(server, workload, ignore_eos=ignore_eos).run(), level)
+    simulation = Simulation(server, workload, ignore_eos=ignore_eos)
+    run = summarise(workload, simulation.run(), level)
+    return run if server.num_replicas == 1 else msgspec.structs.replace(run, fleet=simulation.figures())
 
 
 @dataclass(slots=True)
@@ -104,6 +109,24 @@ class Simulation:
             for index, event in enumerate(self.fleet.step(busy)):
                 self._take(event, busy.clock.now() + index * event_seconds)
         return [self._measured[index] for index in sorted(self._measured)]
+
+    def figures(self) -> FleetFigures:
+        """Return how the replicas shared the work."""
+        replicas = (*self.fleet.replicas, *self.fleet.ended)
+        stats = [replica.stats for replica in replicas]
+        return FleetFigures(
+            policy=self._server.policy,
+            busy_seconds=[replica.busy_seconds for replica in replicas],
+            computed_tokens=[item.prefix_query_tokens - item.prefix_hit_tokens for item in stats],
+            replica_seconds=self.fleet.replica_seconds,
+            infinite_cache_tokens=self._most_found(),
+        )
+
+    def _most_found(self) -> int:
+        cache = InfiniteCache(self._server.config.block_tokens)
+        for planned, _ in sorted(self._measured.values(), key=lambda item: item[1].sent):
+            cache.see(self._workload.token_ids(planned))
+        return cache.hit_tokens
 
     def _repeat(self, moment: float, seconds: float, action: Callable[[], None]) -> None:
         def again() -> None:

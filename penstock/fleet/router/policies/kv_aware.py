@@ -1,8 +1,8 @@
 """The replica that will answer soonest: what it must still compute, what waits before it, and what decodes beside.
 
 The part of a prompt that a replica has cached costs nothing there (`fleet.prefix_index`). Speeds are learnt from the
-answers. A replica that was given more work than the others lately costs more, so that a prefix that everybody uses
-comes to live on several.
+answers. What one replica has is not lightly computed on another; but the more often a prefix is met, the less that
+counts, so that one that everybody uses comes to live on several replicas.
 """
 
 import math
@@ -13,14 +13,17 @@ from weakref import WeakKeyDictionary
 from penstock.fleet.prefix_index import PrefixIndex
 from penstock.fleet.replica import Replica
 from penstock.fleet.router.policies.interface import Choice, Policy
+from penstock.fleet.router.prefix_heat import PrefixHeat
 from penstock.fleet.router.query import PIECE_TOKENS, RouteQuery
 from penstock.fleet.router.ttft_model import PrefillWork, TtftModel, prefill_work
 from penstock.protocol.prompt_note import PromptNote
 
 _DEFAULT_KV_TOKENS = 500_000  # of a replica that does not tell
 _BALANCE_SECONDS = 60.0  # after so long, work that was given counts a third
-# What is computed here though another replica has it takes the device from everybody who comes later.
+# What is computed here though another replica has it takes the device from everybody who comes later. For a prefix that
+# comes all the time it is an investment, and counts as often as it pays off the less.
 _COMPUTE_WEIGHT = 20.0
+_HEAT_SECONDS = 60.0
 _BALANCE_WEIGHT = 0.05  # seconds of cost for each second of work that a replica was given beyond the least
 
 
@@ -58,15 +61,19 @@ class KvAware(Policy):
         super().__init__(seed)
         self._views: WeakKeyDictionary[Replica, _View] = WeakKeyDictionary()
         self._model = TtftModel()
+        self._heat = PrefixHeat(_HEAT_SECONDS)
 
     def choose(self, query: RouteQuery, candidates: Sequence[Replica]) -> Choice:
         now = candidates[0].clock()
         views = [self._view(replica, now) for replica in candidates]
         least_given = min(view.given_seconds for view in views)
         offers = [self._offer(query, replica, view, now) for replica, view in zip(candidates, views, strict=True)]
+        most_cached = max(offer.num_cached for offer in offers) // PIECE_TOKENS
+        heat = self._heat.meet(query.prefix_hashes[most_cached - 1], now) if most_cached else 0.0
+        compute_weight = _COMPUTE_WEIGHT / (1.0 + heat)
         costs = [
             offer.seconds
-            + _COMPUTE_WEIGHT * self._model.work_seconds(offer.work)
+            + compute_weight * self._model.work_seconds(offer.work)
             + _BALANCE_WEIGHT * (view.given_seconds - least_given)
             for offer, view in zip(offers, views, strict=True)
         ]
