@@ -28,7 +28,7 @@ def conversations(count: int, seconds: float) -> Workload:
         for turn in range(3):
             seeds += [1000 + 10 * number + 2 * turn, 1001 + 10 * number + 2 * turn]
             requests.append(PlannedRequest(SeededPrompt(tuple(seeds), 512 * len(seeds)), 8, start))
-            start += draw.uniform(20, 60)
+            start += draw.uniform(5, 15)
     return Workload(name="conversations", requests=tuple(sorted(requests, key=lambda item: item.start_seconds)))
 
 
@@ -39,7 +39,7 @@ def share_found(run: Run) -> float:
 
 def test_conversations_stay_where_they_are_cached_and_the_work_is_even():
     profile = small_profile(vocab_size=32000, max_context_tokens=4096)
-    load = conversations(60, 25)
+    load = conversations(60, 60)
 
     def run(policy: str) -> Run:
         server = configure(gather({}, environ={}), profile, num_replicas=4, policy=policy)
