@@ -118,6 +118,16 @@ def test_what_exceeds_the_replicas_cache_is_forgotten(clock):
     assert found == [6400, 0]
 
 
+def test_a_replica_that_tells_of_more_blocks_than_its_device_holds_is_believed(clock):
+    replica = make_replica(0, clock=clock)
+    replica.note_load(Load(kv_tokens=640))
+    replica.blocks = CachedBlocks(BlockSnapshot(0, 16, pack(range(400))))
+    policy = KvAware(seed=1)
+    note = PromptNote(6400, 0, 64, list(range(100)))
+    answer(policy, policy.choose(make_query(prompt=prompt(0)), [replica]), clock, note=note)
+    assert policy.choose(make_query(prompt=prompt(0)), [replica]).cached_tokens == 6400
+
+
 def test_the_prediction_comes_to_fit_what_is_seen(clock, replicas):
     policy = KvAware(seed=1)
     errors = []

@@ -107,7 +107,7 @@ class KvAware(Policy):
         view = self._views.get(replica)
         if view is None:
             view = self._views[replica] = _View(PrefixIndex(0), given_at=now)
-        view.index.max_pieces = int((replica.load.kv_tokens or _DEFAULT_KV_TOKENS) // PIECE_TOKENS)
+        view.index.max_pieces = int(_cache_tokens(replica) // PIECE_TOKENS)
         view.decay(now)
         return view
 
@@ -144,6 +144,12 @@ class KvAware(Policy):
         view.given_seconds += self._model.work_seconds(offer.work)
         view.index.remember(hashes)
         return choice
+
+
+def _cache_tokens(replica: Replica) -> float:
+    """How much a replica's cache holds, all tiers together where it tells of its blocks."""
+    told = replica.load.kv_tokens or _DEFAULT_KV_TOKENS
+    return told if replica.blocks is None else max(told, len(replica.blocks) * replica.blocks.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
