@@ -83,6 +83,18 @@ def test_a_replica_with_work_before_it_is_passed_over_by_new_prompts(clock, repl
     assert set(collections.Counter(chosen).values()) == {2}
 
 
+def test_prompts_whose_time_has_passed_are_not_waited_for(clock, replicas):
+    """An answer that is not streamed comes whole, long after its prompt was computed."""
+    policy = KvAware(seed=1)
+    for number in range(3):
+        policy.choose(make_query(prompt=prompt(number)), replicas[:1])
+    behind = policy.choose(make_query(prompt=prompt(9)), replicas[:1])
+    policy.on_end(behind)
+    clock.now += 600
+    later = policy.choose(make_query(prompt=prompt(10)), replicas[:1])
+    assert (later.predicted_ttft_seconds or 0) < 0.5 * (behind.predicted_ttft_seconds or 0)
+
+
 def test_a_hot_prefix_comes_to_live_on_several_replicas(clock, replicas):
     """Everybody's prompt begins alike, and one replica alone could serve half of them."""
     policy = KvAware(seed=1)

@@ -120,16 +120,16 @@ class KvAware(Policy):
         return _Offer(num_cached, work, ahead, num_decoding, self._model.seconds(ahead, num_decoding))
 
     def _queue(self, view: _View, now: float) -> PrefillWork:
-        """What the replica has still to compute; of the oldest request a part is done."""
+        """What the replica has still to compute: since it last answered, it has worked on the oldest requests."""
         queue = PrefillWork()
-        since = view.progress_from
-        for place, pending in enumerate(view.pending.values()):
-            share = 1.0
-            if place == 0:
-                seconds = self._model.work_seconds(pending.work)
-                done = (now - max(since, pending.sent)) / seconds if seconds > 0 else 1.0
-                share = 1.0 - min(1.0, max(0.0, done))
-            queue = queue.plus(pending.work, share)
+        worked = None
+        for pending in view.pending.values():
+            if worked is None:
+                worked = now - max(view.progress_from, pending.sent)
+            seconds = self._model.work_seconds(pending.work)
+            done = min(seconds, worked)
+            worked -= done
+            queue = queue.plus(pending.work, 1.0 - done / seconds if seconds > 0 else 0.0)
         return queue
 
     def _take(self, query: RouteQuery, replica: Replica, view: _View, offer: "_Offer", now: float) -> Choice:
