@@ -22,7 +22,7 @@ _DEFAULT_KV_TOKENS = 500_000  # of a replica that does not tell
 _BALANCE_SECONDS = 60.0  # after so long, work that was given counts a third
 # What is computed here though another replica has it takes the device from everybody who comes later. For a prefix that
 # comes all the time it is an investment, and counts as often as it pays off the less.
-_COMPUTE_WEIGHT = 20.0
+_COMPUTE_WEIGHT = 40.0
 _HEAT_SECONDS = 60.0
 _BALANCE_WEIGHT = 0.05  # seconds of cost for each second of work that a replica was given beyond the least
 
