@@ -10,9 +10,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from penstock.tools.bench.client import StreamClient
 from penstock.tools.bench.document import Run
-from penstock.tools.bench.serve_bench import ServeTarget, bench_serve
-from penstock.tools.bench.summary import ServiceLevel
+from penstock.tools.bench.load import run_load
+from penstock.tools.bench.request_body import Dialect
+from penstock.tools.bench.serve_bench import HttpSender
+from penstock.tools.bench.summary import ServiceLevel, summarise
 from penstock.tools.bench.trace import read_trace
 from penstock.tools.bench.workload import FixedPrompt, PlannedRequest, SeededPrompt, Workload
 from penstock.tools.simulator.infinite_cache import InfiniteCache
@@ -24,7 +27,7 @@ NUM_REPLICAS = 4
 NUM_LINES = 3000
 NUM_REQUESTS = 250
 SCALE = 32  # tokens of the trace that become one
-SPEED = 10.0
+SPEED = 3.0
 
 
 def gateway_over(servers: list[ServerProcess], policy: str) -> GatewayProcess:
@@ -60,7 +63,7 @@ def test_the_gateway_knows_from_the_engines_which_of_them_has_a_prompt(tmp_path)
 
 
 def scaled_trace() -> Workload:
-    """The trace's first conversations of three turns or more, a thirty-second as long and ten times as fast."""
+    """The trace's first conversations of three turns or more, a thirty-second as long and three times as fast."""
     by_conversation: dict[int, list[tuple[PlannedRequest, SeededPrompt]]] = {}
     for planned in read_trace(TRACE, NUM_LINES).requests:
         prompt = planned.prompt
@@ -98,16 +101,21 @@ def cpu_servers(model: Path):
         yield servers
 
 
+async def measure(url: str, workload: Workload) -> Run:
+    async with StreamClient(url) as client:
+        result = await run_load(workload, HttpSender(client, workload, Dialect(), MODEL))
+    return summarise(workload, result.measured, ServiceLevel())
+
+
 def run_policy(model: Path, policy: str, workload: Workload) -> tuple[Run, float]:
     """Return the figures, and the most prompt tokens that one replica computed over the mean."""
     with cpu_servers(model) as servers, gateway_over(servers, policy) as gateway:
         gateway.wait_ready()
-        target = ServeTarget(url=gateway.url, warm_up_requests=NUM_REPLICAS)
-        report = asyncio.run(bench_serve(target, [workload], ServiceLevel()))
+        run = asyncio.run(measure(gateway.url, workload))
         asked = [metric(server.url, "penstock_prefix_query_tokens_total") for server in servers]
         found = [metric(server.url, "penstock_prefix_hit_tokens_total") for server in servers]
         computed = [query - hit for query, hit in zip(asked, found, strict=True)]
-    return report.runs[0], max(computed) * len(computed) / sum(computed)
+    return run, max(computed) * len(computed) / sum(computed)
 
 
 @pytest.mark.slow
