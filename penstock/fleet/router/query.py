@@ -109,7 +109,7 @@ class RouteQuery:
         messages = self._head.messages
         if not messages:
             tokens = self.prompt_token_ids
-            return self.prompt_text[:_PIECE_CHARACTERS] if tokens is None else str(tokens[:_PIECE_TOKENS])
+            return self.prompt_text[:_PIECE_CHARACTERS] if tokens is None else str(tokens[:PIECE_TOKENS])
         # System messages are often everybody's; the first turn of a user is a conversation's own.
         first = next((item for item in messages if _field(item, "role") == "user"), messages[0])
         return _text(first)
