@@ -139,5 +139,5 @@ def test_on_a_scaled_down_trace_real_engines_find_their_prefixes(tmp_path, capsy
         print(f"; kv-aware's most work {imbalance:.2f} x the mean")
     assert aware.num_completed == in_turn.num_completed == NUM_REQUESTS
     assert (aware.cached_tokens or 0) >= 0.95 * most
-    assert aware.ttft_ms.p95 < in_turn.ttft_ms.p95
+    assert aware.ttft_ms.p95 <= in_turn.ttft_ms.p95 / 2
     assert imbalance <= 1.3
