@@ -15,6 +15,12 @@ from hashlib import blake2b
 
 BlockHash = bytes
 HASH_BYTES = 16
+SHORT_NAME_BYTES = 8
+
+
+def short_name(name: BlockHash) -> int:
+    """Return a block's name as gateways are told it: half as long, since two alike cost no more than a miss there."""
+    return int.from_bytes(name[:SHORT_NAME_BYTES], "little")
 
 
 @dataclass(frozen=True, slots=True)

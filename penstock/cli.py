@@ -188,7 +188,8 @@ def simulate(
     profile: Annotated[
         str, typer.Option(metavar="NAME|FILE", help="Device and model; NAME@0.1 takes a tenth of the time")
     ] = "h200-llama-8b",
-    replicas: Annotated[int, typer.Option(min=1, max=1024, help="Servers; each request goes to the least busy")] = 1,
+    replicas: Annotated[int, typer.Option(min=1, max=1024, help="Servers behind a gateway")] = 1,
+    policy: Annotated[str, typer.Option(metavar="NAME", help="How it spreads requests over them")] = "least-loaded",
     workload: bench.WorkloadNames = None,
     shape: bench.ShapeText = None,
     shared_tokens: bench.SharedTokens = 0,
@@ -217,7 +218,9 @@ def simulate(
     )
     arrivals = Arrivals(rate=rate, rates=rates, concurrency=concurrency, seed=seed)
     level = ServiceLevel(slo_ttft, slo_tpot)
-    asked = simulate.Simulated(profile=profile, num_replicas=replicas, level=level, json=json, against=against)
+    asked = simulate.Simulated(
+        profile=profile, num_replicas=replicas, policy=policy, level=level, json=json, against=against
+    )
     return simulate.run(sourced, work, arrivals, asked)
 
 

@@ -14,7 +14,8 @@ from penstock.tools.bench import document
 from penstock.tools.bench.selection import Arrivals, Work
 from penstock.tools.bench.summary import ServiceLevel
 from penstock.tools.simulator import agreement
-from penstock.tools.simulator.simulation import configure, simulate
+from penstock.tools.simulator.server import configure
+from penstock.tools.simulator.simulation import simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class Simulated:
 
     profile: str
     num_replicas: int
+    policy: str
     level: ServiceLevel
     json: Path | None
     against: Path | None
@@ -34,7 +36,9 @@ def run(sourced: Sourced, work: Work, arrivals: Arrivals, asked: Simulated) -> i
     workloads = arrivals.apply(work.workloads())
     profile = read_profile(asked.profile, option="--profile")
     simulated_options = replace(sourced.options, device="simulated", simulated_profile=asked.profile)
-    server = configure(Sourced(simulated_options, sourced.sources), profile, num_replicas=asked.num_replicas)
+    server = configure(
+        Sourced(simulated_options, sourced.sources), profile, num_replicas=asked.num_replicas, policy=asked.policy
+    )
     report = simulate(server, workloads, asked.level)
     publish(report, asked.json)
     if profile.provisional:

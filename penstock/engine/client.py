@@ -5,7 +5,7 @@ Notices by itself when the engine goes away and when it is back. No torch; one e
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import zmq
@@ -23,14 +23,17 @@ from penstock.engine.messages import (
     Hello,
     ImportedPrefix,
     ImportPrefix,
+    LeaveBlocks,
     Submit,
     ToEngine,
     TokenEvent,
+    WatchBlocks,
     decode_to_client,
     encode,
 )
 from penstock.engine.pulse import age_seconds, pulse_path
 from penstock.errors import EngineFailed, EngineUnavailable
+from penstock.protocol.block_events import BlockChanges, BlockSnapshot
 from penstock.request import NO_TARGETS, FinishReason, SamplingParams, Targets, Tier
 
 
@@ -95,6 +98,7 @@ def _merge(first: TokenEvent, second: TokenEvent) -> TokenEvent:
         logprobs=logprobs,
         prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
         num_cached_tokens=first.num_cached_tokens or second.num_cached_tokens,
+        prompt=first.prompt or second.prompt,
         finish=second.finish,
         stop_token=second.stop_token,
         error_code=second.error_code,
@@ -112,6 +116,7 @@ class EngineClient:
         self.stats = EngineStats()
         self._stats_at: float | None = None
         self._pulse_path = pulse_path(socket_path)
+        self.on_blocks: Callable[[BlockSnapshot | BlockChanges | None], None] | None = None  # None: the engine is gone
         self._streams: dict[str, TokenStream] = {}
         self._answers: dict[str, asyncio.Future[ExportedPrefix | ImportedPrefix]] = {}
         self._ready = asyncio.Event()
@@ -250,6 +255,16 @@ class EngineClient:
         self._send(message)
         return await future
 
+    def watch_blocks(self) -> None:
+        """Have `on_blocks` told of every block in the engine's cache, and then of every change."""
+        if self.connected:
+            self._send(WatchBlocks())
+
+    def leave_blocks(self) -> None:
+        """Have `on_blocks` told no more."""
+        if self.connected:
+            self._send(LeaveBlocks())
+
     def say_goodbye(self, identity: bytes) -> None:
         """Tell the engine that another client is gone, so that its requests end."""
         if self.connected:
@@ -288,6 +303,9 @@ class EngineClient:
                 case EngineInfo():
                     self.info = message
                     self._ready.set()
+                case BlockSnapshot() | BlockChanges():
+                    if self.on_blocks is not None:
+                        self.on_blocks(message)
 
     def _deliver(self, event: TokenEvent) -> None:
         stream = self._streams.get(event.request_id)
@@ -309,6 +327,8 @@ class EngineClient:
     def _lose(self, why: str) -> None:
         self._ready.clear()
         self._stats_at = None
+        if self.on_blocks is not None:
+            self.on_blocks(None)
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(EngineFailed(why))

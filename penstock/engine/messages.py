@@ -5,6 +5,8 @@ msgspec structs, MessagePack on the wire, one ZeroMQ message per frame. Every fr
 
 import msgspec
 
+from penstock.protocol.block_events import BlockChanges, BlockSnapshot
+from penstock.protocol.prompt_note import PromptNote
 from penstock.request import NO_TARGETS, FinishReason, SamplingParams, Targets, Tier
 
 # ---------------------------------------------------------------- client to engine
@@ -74,7 +76,15 @@ class ImportPrefix(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     num_public_tokens: int = 0
 
 
-ToEngine = Submit | Abort | Hello | Goodbye | Shutdown | ExportPrefix | ImportPrefix
+class WatchBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Tell me which blocks the cache holds: answered with `BlockSnapshot`, then `BlockChanges` while it changes."""
+
+
+class LeaveBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Tell me no more of blocks."""
+
+
+ToEngine = Submit | Abort | Hello | Goodbye | Shutdown | ExportPrefix | ImportPrefix | WatchBlocks | LeaveBlocks
 
 # ---------------------------------------------------------------- engine to client
 
@@ -95,6 +105,7 @@ class TokenEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: list[TokenLogprob] | None = None  # one for each of token_ids, when asked for
     prompt_logprobs: list[float | None] | None = None  # once, with the first token; the first entry is None
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    prompt: PromptNote | None = None  # with the first token, while somebody listens to block events
     finish: FinishReason | None = None
     stop_token: int | None = None  # the token that ended it, where one did; it is the last of token_ids
     error_code: str | None = None
@@ -171,7 +182,7 @@ class ImportedPrefix(msgspec.Struct, tag=True, frozen=True):
     num_tokens: int  # leading tokens that this engine now finds in its cache
 
 
-ToClient = Events | EngineInfo | EngineStats | ExportedPrefix | ImportedPrefix
+ToClient = Events | EngineInfo | EngineStats | ExportedPrefix | ImportedPrefix | BlockSnapshot | BlockChanges
 
 STATS_SECONDS = 0.5
 

@@ -18,6 +18,7 @@ import zmq
 
 from penstock import telemetry
 from penstock.child_setup import decode_setup
+from penstock.engine.block_feed import BlockFeed
 from penstock.engine.builder import BuiltEngine, build_engine
 from penstock.engine.canary import Canary
 from penstock.engine.messages import (
@@ -32,9 +33,11 @@ from penstock.engine.messages import (
     Hello,
     ImportedPrefix,
     ImportPrefix,
+    LeaveBlocks,
     Shutdown,
     Submit,
     TokenEvent,
+    WatchBlocks,
     decode_to_engine,
     encode,
 )
@@ -43,6 +46,7 @@ from penstock.engine.scheduler.scheduler import Addressed
 from penstock.engine.setup import EngineSetup, Progress, Refused, encode_notice
 from penstock.engine.timeline import Timeline
 from penstock.errors import PenstockError
+from penstock.protocol.block_events import BlockChanges
 
 log = logging.getLogger("penstock.engine")
 
@@ -64,6 +68,7 @@ class EngineProcess:
         self._epoch = uuid.uuid4().hex
         self._parent = parent_pid
         self._clients: set[bytes] = set()
+        self._blocks = BlockFeed(built.engine.scheduler.cache)
         self._canary = Canary(built.engine, seconds) if (seconds := built.config.canary_seconds) else None
         self._pulse = Pulse(pulse_path(socket_path))
         self._stats_due = self._stats_at = 0.0
@@ -89,6 +94,7 @@ class EngineProcess:
                 self._send(events if self._canary is None else self._canary.sift(events))
                 if not self._engine.has_work:
                     self._stats_due = min(self._stats_due, self._stats_at + _IDLE_STATS_SECONDS)
+            self._tell_blocks(self._blocks.take())
             self._send_stats()
         self._pulse.close()
         self._engine.runner.close()
@@ -146,7 +152,14 @@ class EngineProcess:
                 self._stats_due = 0.0
             case Goodbye(identity):
                 self._clients.discard(identity)
+                self._blocks.leave(identity)
                 self._engine.drop_client(identity)
+            case WatchBlocks():
+                changes, snapshot = self._blocks.join(client)
+                self._tell_blocks(changes)
+                self._socket.send_multipart([client, encode(snapshot)])
+            case LeaveBlocks():
+                self._blocks.leave(client)
             case ExportPrefix():
                 blocks = self._engine.export_prefix(
                     message.tokens,
@@ -174,6 +187,13 @@ class EngineProcess:
             by_client.setdefault(client, []).append(event)
         for client, group in by_client.items():
             self._socket.send_multipart([client, encode(Events(group))])
+
+    def _tell_blocks(self, changes: BlockChanges | None) -> None:
+        if changes is None:
+            return
+        frame = encode(changes)
+        for listener in self._blocks.listeners:
+            self._socket.send_multipart([listener, frame])
 
     def _send_stats(self) -> None:
         now = time.monotonic()

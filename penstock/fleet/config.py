@@ -84,6 +84,11 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     health: HealthSection = HealthSection()
     queue: QueueSection = QueueSection()
 
+    @property
+    def policies(self) -> set[str]:
+        """Every policy that is named."""
+        return {self.policy, *(section.policy for section in self.models.values())}
+
     def policy_of(self, model: str) -> str:
         section = self.models.get(model)
         return self.policy if section is None else section.policy

@@ -26,7 +26,7 @@ def read_fleet(file: Path | None, urls: Sequence[str] = (), policy: str | None =
     config = msgspec.structs.replace(config, replicas=config.replicas + named, policy=policy or config.policy)
     for entry in config.replicas:
         check_entry(entry, "--replica" if entry in named else _OPTION)
-    for name in (config.policy, *(section.policy for section in config.models.values())):
+    for name in config.policies:
         if name not in POLICIES:
             raise ConfigError("--policy", name, f"give one of: {', '.join(POLICIES.names)}")
     sections = config.discovery

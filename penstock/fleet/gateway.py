@@ -23,12 +23,14 @@ from penstock.fleet.rollout.book import RolloutBook, RolloutMemory
 from penstock.fleet.rollout.rollouts import Rollouts
 from penstock.fleet.rollout.split import VersionSplit
 from penstock.fleet.router.app import GatewayContext, create_admin_app, create_app
+from penstock.fleet.router.block_listener import BlockListener
 from penstock.fleet.router.connection import Connections, GuardedSite
 from penstock.fleet.router.decisions import DecisionLog
 from penstock.fleet.router.dispatch import Dispatcher
 from penstock.fleet.router.file_proxy import FileProxy
 from penstock.fleet.router.health import HealthMonitor
 from penstock.fleet.router.metrics import GatewayMetrics
+from penstock.fleet.router.policies.registry import POLICIES
 from penstock.fleet.router.proxy import Proxy
 from penstock.fleet.router.upstream import new_session
 from penstock.metering.counts import StoreCounts
@@ -98,6 +100,8 @@ class Gateway:
         self._run(self.monitor.run())
         await self.rollouts.controller.look()  # before the first request: what was rolled back gets none
         self._run(self.rollouts.controller.run())
+        if any(POLICIES.load(name).uses_blocks for name in self._config.policies):
+            self._run(BlockListener(self.pool, self._session).run())
         await self._listen(create_app(self.context), listener, drain_seconds)
         if admin is not None:
             app = create_admin_app(self.context, needs_key=admin.family != socket.AF_UNIX)

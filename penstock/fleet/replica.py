@@ -14,6 +14,7 @@ import msgspec
 from penstock.fleet.adapters.interface import Load, ReplicaAdapter, ServedModel
 from penstock.fleet.adapters.registry import ADAPTERS
 from penstock.fleet.breaker import Breaker, Standing
+from penstock.fleet.cached_blocks import CachedBlocks
 from penstock.fleet.config import HealthSection, ReplicaEntry
 
 Clock = Callable[[], float]
@@ -35,9 +36,10 @@ class Replica:
         self.models: tuple[ServedModel, ...] = ()
         self.load = Load()
         self.load_at: float | None = None  # when that was so
+        self.blocks: CachedBlocks | None = None  # that it says it has cached; None where it does not tell
         self.num_in_flight = 0  # requests that this gateway sent and that have not ended
         self.is_leaving = False  # gets no new requests; those it has go on
-        self._clock = clock
+        self.clock = clock
         self._full_until = 0.0
 
     @property
@@ -56,12 +58,12 @@ class Replica:
     @property
     def is_full(self) -> bool:
         limit = self.entry.max_in_flight
-        return (limit is not None and self.num_in_flight >= limit) or self._clock() < self._full_until
+        return (limit is not None and self.num_in_flight >= limit) or self.clock() < self._full_until
 
     @property
     def seconds_until_free(self) -> float:
         """How long it will count as full for having said so; 0 where only a request's end can help."""
-        return max(0.0, self._full_until - self._clock())
+        return max(0.0, self._full_until - self.clock())
 
     @property
     def busyness(self) -> float:
@@ -72,11 +74,11 @@ class Replica:
         return any(served.name == model for served in self.models)
 
     def note_load(self, load: Load) -> None:
-        self.load, self.load_at = load, self._clock()
+        self.load, self.load_at = load, self.clock()
 
     def note_full(self, seconds: float) -> None:
         """It refused a request for being full, and said when to come again."""
-        self._full_until = self._clock() + seconds
+        self._full_until = self.clock() + seconds
 
 
 class ReplicaPool:

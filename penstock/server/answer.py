@@ -22,6 +22,7 @@ from penstock.errors import (
 from penstock.metering.meter import Charge
 from penstock.protocol.errors import CATALOGUE
 from penstock.protocol.generation import PromptTokensDetails, Usage
+from penstock.protocol.prompt_note import PromptNote
 from penstock.request import FinishReason
 from penstock.server.text_assembly import TextAssembler, TextPiece
 
@@ -51,6 +52,7 @@ class Choice:
         self.index = index
         self.prompt = prompt
         self.num_cached_tokens = 0
+        self.note: PromptNote | None = None  # of its prompt, where the engine told
         self.prompt_logprobs: list[float | None] | None = None
         self.finish = finish
         self.new_token_ids: list[int] = []  # that the last piece told of
@@ -75,6 +77,7 @@ class Choice:
             if event.finish in (FinishReason.ERROR, FinishReason.ABORT):
                 raise _failure(event)
             self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
+            self.note = event.prompt or self.note
             if event.prompt_logprobs is not None:
                 self.prompt_logprobs = event.prompt_logprobs
             piece = self._assembler.push(event)
@@ -138,6 +141,11 @@ class Answer:
         """Tell the engine to stop every choice. May be called at any time and again."""
         for choice in self.choices:
             choice.abort()
+
+    def prompt_note(self) -> PromptNote:
+        """Return what a gateway may know of the first prompt; before its first token that is its length alone."""
+        choice = self.choices[0]
+        return choice.note or PromptNote(len(choice.prompt.token_ids), choice.num_cached_tokens)
 
     def usage(self) -> Usage:
         """Return what the call cost so far; each prompt counts once."""

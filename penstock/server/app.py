@@ -19,6 +19,7 @@ from penstock.server.routes import (
     admin_keys,
     admin_usage,
     batches,
+    block_events,
     chat,
     completions,
     document,
@@ -31,7 +32,7 @@ from penstock.server.routes import (
 )
 from penstock.store.key_ring import KeyRing
 
-ROUTES = (chat, completions, files, batches, models, tokenize, health, metrics, home)
+ROUTES = (chat, completions, files, batches, models, tokenize, health, metrics, block_events, home)
 ADMIN_ROUTES = (admin_keys, admin_usage)
 
 

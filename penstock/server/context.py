@@ -15,6 +15,7 @@ from penstock.errors import EngineUnavailable, UnknownModel
 from penstock.metering.tenancy import Tenancy
 from penstock.protocol.generation import GenerationRequest
 from penstock.request import Tier
+from penstock.server.block_feed import BlockFeed
 from penstock.server.chat_template import ChatTemplate
 from penstock.server.config import ServerConfig
 from penstock.server.metrics import ServerMetrics
@@ -38,6 +39,7 @@ class ServerContext:
     metrics: ServerMetrics
     answers: OpenAnswers
     readiness: Readiness
+    blocks: BlockFeed
     created: int  # Unix time that /v1/models tells as the model's
     new_batch: asyncio.Event = field(default_factory=asyncio.Event)  # set where this worker has taken one in
 
@@ -95,5 +97,6 @@ def build_context(
         metrics=metrics,
         answers=answers,
         readiness=Readiness(engine, answers),
+        blocks=BlockFeed(engine),
         created=created,
     )

@@ -18,6 +18,7 @@ from penstock.errors import PenstockError
 from penstock.protocol.errors import reply_for
 from penstock.protocol.frames import FRAMES_HEADER, NO_LEASE, ChoiceTokens, failure_frame, frame, last_frame
 from penstock.protocol.generation import Usage
+from penstock.protocol.prompt_note import PROMPT_HEADER, encode_note
 from penstock.server.answer import Answer, Choice
 from penstock.server.open_answers import ClientGone, OpenAnswers
 from penstock.server.text_assembly import ScoredToken, TextPiece
@@ -31,6 +32,7 @@ _EVENT_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+_PROMPT_HEADER = PROMPT_HEADER.encode()
 _logger = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
 
@@ -77,8 +79,10 @@ class AnswerResponse(Response):
         self._answers = answers
         self._framed = framed  # for a gateway, which can then go on with it elsewhere
         self._started = False
+        self._tells_prompt = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._tells_prompt = any(name == _PROMPT_HEADER for name, _ in scope["headers"])
         work = self._send_events(send) if self._stream else self._send_whole(send)
         try:
             await self._answers.attend(self._answer, work, receive)
@@ -154,8 +158,10 @@ class AnswerResponse(Response):
 
     async def _start(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._started = True
-        limits = [(name.encode(), value.encode()) for name, value in self._answer.charge.headers.items()]
-        await send({"type": "http.response.start", "status": status, "headers": headers + limits})
+        own = [(name.encode(), value.encode()) for name, value in self._answer.charge.headers.items()]
+        if self._tells_prompt and status == 200:
+            own.append((_PROMPT_HEADER, encode_note(self._answer.prompt_note()).encode()))
+        await send({"type": "http.response.start", "status": status, "headers": headers + own})
 
     async def _book_outcome(self) -> None:
         """Write what the call cost before its last byte leaves: what was answered is never lost."""

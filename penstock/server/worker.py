@@ -96,6 +96,7 @@ class Worker:
             self._stop_now()
             return
         self._context.answers.draining = True
+        self._context.blocks.close()
         for server, _ in self._servers:
             server.should_exit = True
         asyncio.get_running_loop().call_later(self._drain_seconds, self._end_drain)

@@ -74,6 +74,7 @@ OWN_FLAGS = {
     "simulate": [
         "--profile",
         "--replicas",
+        "--policy",
         "--workload",
         "--shape",
         "--shared-tokens",

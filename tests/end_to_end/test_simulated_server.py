@@ -13,7 +13,8 @@ from penstock.tools.bench.serve_bench import ServeTarget, bench_serve
 from penstock.tools.bench.shape import parse_shape
 from penstock.tools.bench.summary import ServiceLevel
 from penstock.tools.bench.workload import Workload
-from penstock.tools.simulator.simulation import configure, simulate_run
+from penstock.tools.simulator.server import configure
+from penstock.tools.simulator.simulation import simulate_run
 from tests.fakes.tiny_tokenizer import write_tokenizer
 from tests.server_process import TINY_CONFIG, ServerProcess, until, write_tiny_model
 

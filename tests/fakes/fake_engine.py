@@ -8,6 +8,7 @@ from typing import Any
 from penstock.engine.messages import EngineInfo, EngineStats, TokenEvent, TokenLogprob
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import EngineFailed, EngineUnavailable
+from penstock.protocol.block_events import BlockChanges, BlockSnapshot
 from penstock.request import FinishReason, SamplingParams
 from penstock.server.terms import Terms
 
@@ -80,6 +81,8 @@ class FakeEngine:
         self.submitted: list[Submitted] = []
         self.aborted: list[str] = []
         self.connected = True
+        self.on_blocks: Callable[[BlockSnapshot | BlockChanges | None], None] | None = None
+        self.is_watched = False
         self.stats = EngineStats()
         self.stats_age_seconds = 0.0
         self.pulse_age_seconds = 0.0
@@ -130,6 +133,12 @@ class FakeEngine:
         )
         self.submitted.append(request)
         return FakeStream(request, self.script(request), self.aborted.append)
+
+    def watch_blocks(self) -> None:
+        self.is_watched = True
+
+    def leave_blocks(self) -> None:
+        self.is_watched = False
 
     async def close(self) -> None:
         self.connected = False

@@ -1,11 +1,14 @@
 """A server as the gateway sees one: scripted, on a real port."""
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from aiohttp import web
+
+from penstock.protocol.block_events import BlockMessage, encode
 
 Answer = Callable[["FakeReplica", web.Request, dict], Awaitable[web.StreamResponse]]
 
@@ -27,6 +30,9 @@ class FakeReplica:
     received: list[dict] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     port: int = 0
+    block_messages: list[BlockMessage] | None = None  # what it tells whoever listens; None: it has no such route
+    num_listeners: int = 0  # so far
+    listened: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def url(self) -> str:
@@ -55,6 +61,18 @@ class FakeReplica:
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         return web.Response(text=self.metrics)
 
+    async def _block_events(self, request: web.Request) -> web.StreamResponse:
+        if self.block_messages is None:
+            return web.Response(status=404)
+        self.num_listeners += 1
+        self.listened.set()
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for message in self.block_messages:
+            await response.write(encode(message))
+        await asyncio.sleep(60)
+        return response
+
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["FakeReplica"]:
         app = web.Application()
@@ -64,6 +82,7 @@ class FakeReplica:
         app.router.add_get("/metrics", self._metrics)
         if self.files is not None:
             app.router.add_route("*", "/v1/{kind:files|batches}{rest:.*}", self._files)
+        app.router.add_get("/block_events", self._block_events)
         app.router.add_post("/v1/{path:.+}", self._post)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
         await runner.setup()

@@ -37,6 +37,10 @@ class BlockPool:
     def num_named(self) -> int:
         return len(self._index)
 
+    def names(self) -> list[BlockHash]:
+        """Return every name there is."""
+        return list(self._index)
+
     def find(self, name: BlockHash) -> int | None:
         """Return the block of this name, held or free. Changes nothing."""
         return self._index.get(name)
@@ -50,9 +54,7 @@ class BlockPool:
         block = self._next[SCRATCH_BLOCK]
         self._unlink(block)
         self._counts[block] = 1
-        lost = self._names[block]
-        self.forget(block)
-        return block, lost
+        return block, self.forget(block)
 
     def hold(self, block: int) -> None:
         """Add a holder; revives a free block."""
@@ -78,12 +80,13 @@ class BlockPool:
         self._index[name] = block
         return True
 
-    def forget(self, block: int) -> None:
-        """Take a block's name away, so that nobody finds it."""
+    def forget(self, block: int) -> BlockHash | None:
+        """Take a block's name away, so that nobody finds it; return the name, if it had one."""
         name = self._names[block]
         if name is not None:
             del self._index[name]
             self._names[block] = None
+        return name
 
     def forget_all(self) -> list[int]:
         """Take every name away; return the blocks that had one."""

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.block_hash import BlockHash, BlockHasher, Salt
+from penstock.engine.cache.block_log import BlockLog
 from penstock.engine.cache.block_pool import BlockPool
 from penstock.engine.cache.host_tier import HostTier
 from penstock.engine.scheduler.step_plan import TierCopy
+from penstock.protocol.prompt_note import PromptNote, make_note
 
 
 @dataclass(slots=True)
@@ -49,6 +51,9 @@ class KvCache:
         self.hasher = hasher
         self.block_tokens = hasher.block_tokens
         self.host_tier = host_tier
+        self.block_log: BlockLog | None = None  # where names that come and go are noted, while somebody listens
+        if host_tier is not None:
+            host_tier.on_loss = self._note_loss
         self._kv_dtype = kv_dtype
         self._share_prefixes = share_prefixes
         self._copies: list[TierCopy] = []
@@ -121,7 +126,7 @@ class KvCache:
             return
         self._hash_up_to(cache, tokens, full)
         for index in range(cache.num_named, full):
-            self.pool.give_name(cache.blocks[index], cache.names[index])
+            self._give_name(cache.blocks[index], cache.names[index])
         cache.num_named = full
 
     def free(self, cache: RequestCache, *, forget: bool = False) -> None:
@@ -133,7 +138,7 @@ class KvCache:
         for block in reversed(cache.blocks):
             self.pool.release(block)
             if forget and not self.pool.is_held(block):
-                self.pool.forget(block)
+                self._note_loss(self.pool.forget(block))
                 self._wipes[block] = None
         cache.blocks.clear()
         cache.num_named = 0
@@ -167,9 +172,18 @@ class KvCache:
             else:
                 block = planted[index] = self._take()
                 self._wipes.pop(block, None)  # it is filled at once, before the next step
-                self.pool.give_name(block, name)
+                self._give_name(block, name)
             cache.blocks.append(block)
         return planted
+
+    def names(self) -> set[BlockHash]:
+        """Return the names of all blocks that a prompt can find, in whatever tier."""
+        return {*self.pool.names(), *(self.host_tier.names() if self.host_tier is not None else ())}
+
+    def note(self, cache: RequestCache, num_tokens: int, num_cached_tokens: int) -> PromptNote:
+        """Return what a gateway may know of a request's prompt."""
+        names = cache.names[: num_tokens // self.block_tokens]
+        return make_note(num_tokens, num_cached_tokens, names, self.block_tokens)
 
     def take_copies(self) -> list[TierCopy]:
         """Hand over the copies between tiers that the next step must make first."""
@@ -186,6 +200,8 @@ class KvCache:
         self._wipe_later(self.pool.forget_all())
         if self.host_tier is not None:
             self.host_tier.clear()
+        if self.block_log is not None:
+            self.block_log.clear()
 
     def distrust(self, copies: list[TierCopy], wipes: list[int]) -> None:
         """Forget what the host tier should have got from a step that failed, and wipe again what it should have."""
@@ -213,7 +229,7 @@ class KvCache:
             self.pool.release(block)
             return None
         self._copies.append(TierCopy(block, slot, to_host=False))
-        self.pool.give_name(block, name)
+        self._give_name(block, name)
         return block
 
     def _take(self) -> int:
@@ -228,3 +244,17 @@ class KvCache:
             slot = self.host_tier.admit(name)
             if slot is not None:
                 self._copies.append(TierCopy(block, slot, to_host=True))
+        self._note_loss(name)
+
+    def _give_name(self, block: int, name: BlockHash) -> None:
+        if self.pool.give_name(block, name) and self.block_log is not None:
+            self.block_log.store(name)
+
+    def _note_loss(self, name: BlockHash | None) -> None:
+        """A tier has lost a block; tell those who listen, unless another tier has it."""
+        if self.block_log is not None and name is not None and not self._is_findable(name):
+            self.block_log.remove(name)
+
+    def _is_findable(self, name: BlockHash) -> bool:
+        tier = self.host_tier
+        return self.pool.find(name) is not None or (tier is not None and tier.find(name) is not None)

@@ -9,6 +9,7 @@ device. Knows numbers only; nothing of requests, blocks or clocks.
 
 import math
 from collections.abc import Sequence
+from operator import mul
 
 import msgspec
 
@@ -151,8 +152,7 @@ class CostModel:
         # Divided by the duration: short steps count as much as long ones, since errors are judged in parts of it.
         scaled = [(index, feature / seconds) for index, feature in enumerate(features) if feature]
         for row in self._gram:
-            for index in range(len(row)):
-                row[index] *= _MEMORY
+            row[:] = [value * _MEMORY for value in row]
         self._target = [value * _MEMORY for value in self._target]
         for index, value in scaled:
             row, part = self._gram[index], weight * value
@@ -167,14 +167,10 @@ class CostModel:
         for _ in range(sweeps):
             for index, row in enumerate(self._gram):
                 own = row[index]
-                rest = sum(map(_product, row, values)) - own * values[index]
+                rest = sum(map(mul, row, values)) - own * values[index]
                 wanted = self._target[index] - rest + _INERTIA * anchors[index]
                 values[index] = max(0.0, wanted / (own + _INERTIA))
         self.costs = _to_costs(values)
-
-
-def _product(first: float, second: float) -> float:
-    return first * second
 
 
 def _features(shape: StepShape) -> list[float]:

@@ -481,6 +481,8 @@ class Scheduler:
             self.metrics.ttft.observe(now - request.arrival)
             promises.note_first_token(self.metrics, request, now)
             event.num_cached_tokens = request.num_cached_tokens
+            if self.cache.block_log is not None:
+                event.prompt = self.cache.note(request.cache, request.num_prompt_tokens, request.num_cached_tokens)
             if request.params.prompt_logprobs:
                 event.prompt_logprobs = [None, *request.prompt_logprobs[: request.num_prompt_tokens - 1]]
         elif request.last_token_at is not None:

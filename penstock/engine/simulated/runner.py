@@ -49,12 +49,14 @@ class SimulatedRunner(Runner):
         self._rows = [_Row() for _ in range(num_rows)]
         self._timing = timing
         self._free_at = -math.inf  # when the last launched step ends
+        self.busy_seconds = 0.0  # of the device, with steps
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         launched_at = self._timing.now()
         cost = cost_of(self._profile, plan)
         results = self._run(plan)
         self._timing.sleep_until(launched_at + cost.launch)
+        self.busy_seconds += cost.run
         # The device begins with what the host has queued so far, but cannot end before the host has queued it all.
         self._free_at = max(max(self._free_at, launched_at) + cost.run, self._timing.now())
         result = StepResult(plan.number, results, self._free_at - launched_at)

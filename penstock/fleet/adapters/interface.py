@@ -18,6 +18,7 @@ class Load:
     num_running: float = 0.0
     num_waiting: float = 0.0
     kv_utilization: float = 0.0  # 0 to 1
+    kv_tokens: float | None = None  # that its cache holds, where it tells
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +44,26 @@ class ReplicaAdapter:
     can_frame: bool = False  # streams that another replica can go on with (`protocol.frames`)
     metrics_path: str = "/metrics"
     models_path: str = "/v1/models"
+    cache_info: str | None = None  # the metric whose labels block_size and num_gpu_blocks tell the cache's size
+    block_events_path: str | None = None  # where it tells which blocks it has cached (`protocol.block_events`)
 
     def load(self, text: str) -> Load:
         """Read the load from Prometheus's text. Raises ValueError where that is none."""
-        wanted = {*self.running, *self.waiting, *([self.kv_utilization] if self.kv_utilization else [])}
+        wanted = {*self.running, *self.waiting, *filter(None, (self.kv_utilization, self.cache_info))}
         # Only the lines that count: a server may have thousands.
         lines = "\n".join(line for line in text.splitlines() if line.startswith(tuple(wanted)))
         values: dict[str, float] = {}
+        kv_tokens = None
         for family in text_string_to_metric_families(lines + "\n"):
             for sample in family.samples:
                 values[sample.name] = values.get(sample.name, 0.0) + sample.value
+                if sample.name == self.cache_info:
+                    kv_tokens = _cache_size(sample.labels)
         return Load(
             num_running=sum(values.get(name, 0.0) for name in self.running),
             num_waiting=sum(values.get(name, 0.0) for name in self.waiting),
             kv_utilization=values.get(self.kv_utilization, 0.0) if self.kv_utilization else 0.0,
+            kv_tokens=kv_tokens,
         )
 
     def models(self, body: bytes) -> tuple[ServedModel, ...]:
@@ -70,6 +77,11 @@ class ReplicaAdapter:
     def _model(self, entry: Mapping[str, Any]) -> ServedModel:
         limits = (_inside(entry, field) for field in self.context_fields)
         return ServedModel(str(entry["id"]), next((limit for limit in limits if isinstance(limit, int)), None))
+
+
+def _cache_size(labels: Mapping[str, str]) -> float | None:
+    sizes = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
+    return float(sizes[0]) * float(sizes[1]) if all(size.isdigit() for size in sizes) else None
 
 
 def _named(entries: Iterable[Any]) -> Iterable[Mapping[str, Any]]:

@@ -1,6 +1,7 @@
 """A Penstock server."""
 
 from penstock.fleet.adapters.interface import ReplicaAdapter
+from penstock.protocol.block_events import BLOCK_EVENTS_PATH
 
 ADAPTER = ReplicaAdapter(
     kind="penstock",
@@ -12,4 +13,6 @@ ADAPTER = ReplicaAdapter(
     counts_usage=True,
     keeps_files=True,
     can_frame=True,
+    cache_info="penstock_cache_config_info",
+    block_events_path=BLOCK_EVENTS_PATH,
 )

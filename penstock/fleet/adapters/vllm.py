@@ -8,5 +8,6 @@ ADAPTER = ReplicaAdapter(
     running=("vllm:num_requests_running",),
     waiting=("vllm:num_requests_waiting",),
     kv_utilization="vllm:kv_cache_usage_perc",
+    cache_info="vllm:cache_config_info",
     context_fields=("max_model_len",),
 )

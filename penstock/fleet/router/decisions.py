@@ -29,7 +29,9 @@ class Decision(msgspec.Struct, kw_only=True):
     waited_seconds: float  # in the gateway
     predicted_ttft_seconds: float | None = None
     ttft_seconds: float | None = None  # from arrival to the replica's first byte
-    cached_tokens: int | None = None  # as predicted
+    predicted_cached_tokens: int | None = None
+    cached_tokens: int | None = None  # as the replica says
+    prompt_tokens: int | None = None  # as the replica says
     resumptions: int = 0  # replicas that failed in the middle and were replaced
     status: int = 0
 
@@ -39,7 +41,8 @@ class Decision(msgspec.Struct, kw_only=True):
         self.version = placement.replica.version
         self.reason = placement.choice.reason
         self.predicted_ttft_seconds = placement.choice.predicted_ttft_seconds
-        self.cached_tokens = placement.choice.cached_tokens
+        self.predicted_cached_tokens = placement.choice.cached_tokens
+        self.cached_tokens = self.prompt_tokens = None
 
     def header(self) -> str:
         parts = [f"replica={self.replica}", f"policy={self.policy}", f'reason="{self.reason}"']
@@ -50,6 +53,8 @@ class Decision(msgspec.Struct, kw_only=True):
             parts.append(f"predicted_ttft_ms={self.predicted_ttft_seconds * 1000:.1f}")
         if self.ttft_seconds is not None:
             parts.append(f"ttft_ms={self.ttft_seconds * 1000:.1f}")
+        if self.predicted_cached_tokens is not None:
+            parts.append(f"predicted_cached_tokens={self.predicted_cached_tokens}")
         if self.cached_tokens is not None:
             parts.append(f"cached_tokens={self.cached_tokens}")
         return "; ".join(parts)

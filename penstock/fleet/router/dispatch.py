@@ -16,6 +16,7 @@ from penstock.fleet.router.policies.registry import POLICIES
 from penstock.fleet.router.query import RouteQuery
 from penstock.fleet.router.urgency import PLAIN, Urgency
 from penstock.fleet.router.waiting_room import RoomFull, WaitingRoom
+from penstock.protocol.prompt_note import PromptNote
 
 _SMOOTHING = 0.2
 _UNKNOWN_WAIT_SECONDS = 1.0
@@ -34,18 +35,26 @@ class Wish:
 class Placement:
     """A request's place on a replica. Release it once, when the request has ended there."""
 
-    def __init__(self, dispatcher: "Dispatcher", choice: Choice, policy: str, model: str) -> None:
+    def __init__(self, dispatcher: "Dispatcher", choice: Choice, lane: "_Lane", model: str) -> None:
         self.choice = choice
         self.replica: Replica = choice.replica
-        self.policy = policy
+        self.policy = lane.policy_name
+        self._began = choice.replica.clock()
+        self._lane = lane
         self._dispatcher = dispatcher
         self._model = model
         self._is_held = True
         self.replica.num_in_flight += 1
 
+    def note_first_byte(self, note: PromptNote | None, *, is_first_token: bool) -> None:
+        """Tell the policy that the replica answers: with a first token, or with something that says nothing of one."""
+        seconds = self.replica.clock() - self._began if is_first_token else None
+        self._lane.policy.on_first_byte(self.choice, seconds, note)
+
     def release(self) -> None:
         if self._is_held:
             self._is_held = False
+            self._lane.policy.on_end(self.choice)
             self.replica.num_in_flight -= 1
             self._dispatcher.on_release(self._model)
 
@@ -159,7 +168,7 @@ class Dispatcher:
         # Of the version that was wanted; of another only where that one has no place.
         candidates = [replica for replica in able if replica.version == able[0].version]
         choice = lane.policy.choose(wish.query, candidates)
-        return Placement(self, choice, lane.policy_name, wish.query.model)
+        return Placement(self, choice, lane, wish.query.model)
 
     def _eligible(self, query: RouteQuery) -> list[Replica]:
         """Return the replicas of the versions that may answer a request, those of the wanted one first."""

@@ -64,6 +64,15 @@ class GatewayMetrics:
         self._cut = Counter(
             "penstock_gateway_connections_cut", "Connections that the gateway ended", ["why"], registry=self._registry
         )
+        self.prompt_tokens = Counter(
+            "penstock_gateway_prompt_tokens", "Prompt tokens, as replicas told", ["model"], registry=self._registry
+        )
+        self.cached_tokens = Counter(
+            "penstock_gateway_cached_prompt_tokens",
+            "Prompt tokens that replicas had cached, as they told",
+            ["model"],
+            registry=self._registry,
+        )
 
     def count_cut(self, why: str) -> None:
         """Count a connection that the gateway ended before its caller did."""
@@ -75,6 +84,9 @@ class GatewayMetrics:
             self.waited.observe(decision.waited_seconds)
         if decision.ttft_seconds is not None:
             self.first_byte.labels(decision.model).observe(decision.ttft_seconds)
+        if decision.prompt_tokens is not None:
+            self.prompt_tokens.labels(decision.model).inc(decision.prompt_tokens)
+            self.cached_tokens.labels(decision.model).inc(decision.cached_tokens or 0)
 
     def count_shadow(self, outcome: str) -> None:
         self._shadows.labels(outcome).inc()
@@ -104,11 +116,17 @@ class _Gauges(Collector):
         ejections = GaugeMetricFamily(
             "penstock_gateway_replica_ejections", "Times a replica was ejected", labels=["replica"]
         )
+        blocks = GaugeMetricFamily(
+            "penstock_gateway_known_blocks", "Cached blocks that a replica tells of", labels=["replica"]
+        )
         for replica in self._pool:
+            if replica.blocks is not None:
+                blocks.add_metric([replica.name], len(replica.blocks))
             in_flight.add_metric([replica.name], replica.num_in_flight)
             ejections.add_metric([replica.name], replica.breaker.num_ejections)
         yield in_flight
         yield ejections
+        yield blocks
         text = "Requests that wait for a replica"
         yield GaugeMetricFamily("penstock_gateway_waiting_requests", text, self._dispatcher.num_waiting)
         percent = GaugeMetricFamily(

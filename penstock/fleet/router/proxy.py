@@ -42,6 +42,7 @@ from penstock.fleet.router.upstream import (
 from penstock.fleet.router.urgency import Urgency, with_time_left
 from penstock.protocol.errors import ErrorReply, reply_for
 from penstock.protocol.frames import FRAMES_HEADER, NO_LEASE, BrokenFrames, FrameReader
+from penstock.protocol.prompt_note import PROMPT_HEADER, decode_note
 from penstock.telemetry import RequestRecord
 
 # Replicas that may fail a request in a row before it is given up: one that kills replicas must not kill them all.
@@ -156,7 +157,7 @@ class Proxy:
                     if await self._is_final(exchange, placement, upstream):
                         return _error_response(exchange)
                     return None
-                self._note_first_byte(exchange)
+                self._note_first_byte(exchange, placement, upstream)
                 if upstream.content_type == "text/event-stream":
                     return await self._pass_events(exchange, placement, upstream)
                 whole = await upstream.read()
@@ -192,6 +193,8 @@ class Proxy:
         )
         if exchange.streams and replica.adapter.can_frame:
             headers[FRAMES_HEADER] = str(exchange.seed)
+        if replica.adapter.can_frame:
+            headers[PROMPT_HEADER] = "1"
         url = target(replica, exchange.request.rel_url.raw_path)
         return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
 
@@ -234,8 +237,12 @@ class Proxy:
     ) -> None:
         """Pass a stream on as it comes. One that breaks ends with an error event, without [DONE]."""
         try:
+            is_first = True
             while data := await upstream.content.readany():
                 placement.replica.breaker.on_answer()
+                if is_first:
+                    is_first = False
+                    placement.note_first_byte(None, is_first_token=True)
                 await downstream.write(data)
                 if exchange.trial is not None:
                     exchange.trial.feed(data)
@@ -258,8 +265,12 @@ class Proxy:
         """Pass a foreign server's stream on, and book what it cost before its end is passed on too."""
         reader = UsageReader(exchange.record, hides_usage=exchange.hides_usage)
         try:
+            is_first = True
             while data := await upstream.content.readany():
                 placement.replica.breaker.on_answer()
+                if is_first:
+                    is_first = False
+                    placement.note_first_byte(None, is_first_token=True)
                 if passed := reader.feed(data):
                     await downstream.write(passed)
                 if exchange.trial is not None:
@@ -370,9 +381,15 @@ class Proxy:
         return headers
 
     @staticmethod
-    def _note_first_byte(exchange: _Exchange) -> None:
-        seconds = time.monotonic() - exchange.record.arrival
-        exchange.record.ttft_seconds = exchange.decision.ttft_seconds = seconds
+    def _note_first_byte(exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse) -> None:
+        decision = exchange.decision
+        exchange.record.ttft_seconds = decision.ttft_seconds = time.monotonic() - exchange.record.arrival
+        note = decode_note(upstream.headers.get(PROMPT_HEADER, ""))
+        if note is not None:
+            decision.prompt_tokens, decision.cached_tokens = note.num_tokens, note.num_cached_tokens
+        # Ours begin to answer with the first token; others may send a stream's head at once.
+        if note is not None or not exchange.streams:
+            placement.note_first_byte(note, is_first_token=exchange.streams)
 
     def _note_failure(self, exchange: _Exchange, placement: Placement, reply: ErrorReply) -> None:
         if exchange.trial is not None:

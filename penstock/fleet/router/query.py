@@ -12,8 +12,10 @@ import msgspec
 
 from penstock.errors import MalformedBody, RequestError
 
-_PIECE_CHARACTERS = 256  # of the text prefixes that are hashed
-_PIECE_TOKENS = 64
+# Prompts are compared piece by piece. A token is about four characters, in English as in code.
+PIECE_TOKENS = 64
+_CHARACTERS_PER_TOKEN = 4
+_PIECE_CHARACTERS = PIECE_TOKENS * _CHARACTERS_PER_TOKEN
 
 
 class RequestHead(msgspec.Struct, frozen=True):
@@ -103,6 +105,12 @@ class RouteQuery:
         return prompt if isinstance(prompt, str) else ""
 
     @functools.cached_property
+    def num_prompt_tokens(self) -> int:
+        """How long the prompt is: exact for token ids, a guess for text."""
+        tokens = self.prompt_token_ids
+        return len(tokens) if tokens is not None else len(self.prompt_text) // _CHARACTERS_PER_TOKEN + 1
+
+    @functools.cached_property
     def prefix_hashes(self) -> list[bytes]:
         """Chained hashes of the prompt's beginnings, each one piece longer. Equal ones mean equal beginnings.
 
@@ -110,7 +118,7 @@ class RouteQuery:
         """
         tokens = self.prompt_token_ids
         if tokens is not None:
-            texts = [",".join(map(str, tokens[at : at + _PIECE_TOKENS])) for at in _starts(len(tokens), _PIECE_TOKENS)]
+            texts = [str(tokens[at : at + PIECE_TOKENS]) for at in _starts(len(tokens), PIECE_TOKENS)]
         else:
             text = self.prompt_text
             texts = [text[at : at + _PIECE_CHARACTERS] for at in _starts(len(text), _PIECE_CHARACTERS)]
@@ -126,7 +134,7 @@ class RouteQuery:
         messages = self._head.messages
         if not messages:
             tokens = self.prompt_token_ids
-            return self.prompt_text[:_PIECE_CHARACTERS] if tokens is None else str(tokens[:_PIECE_TOKENS])
+            return self.prompt_text[:_PIECE_CHARACTERS] if tokens is None else str(tokens[:PIECE_TOKENS])
         # System messages are often everybody's; the first turn of a user is a conversation's own.
         first = next((item for item in messages if _field(item, "role") == "user"), messages[0])
         return _text(first)

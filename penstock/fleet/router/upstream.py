@@ -15,6 +15,8 @@ from yarl import URL
 from penstock.errors import EngineUnavailable, Overloaded
 from penstock.fleet.config import HealthSection
 from penstock.fleet.replica import Replica
+from penstock.protocol.frames import FRAMES_HEADER
+from penstock.protocol.prompt_note import PROMPT_HEADER
 
 # What a broken or missing replica raises.
 UPSTREAM_ERRORS = (aiohttp.ClientError, ConnectionError, asyncio.TimeoutError)
@@ -36,7 +38,7 @@ _NOT_SENT = frozenset(
         "expect",
     }
 )
-_NOT_RETURNED = _NOT_SENT | {"date", "server", "content-encoding", "x-request-id", "x-penstock-frames"}
+_NOT_RETURNED = _NOT_SENT | {"date", "server", "content-encoding", "x-request-id", FRAMES_HEADER, PROMPT_HEADER}
 
 
 class _ErrorBody(msgspec.Struct):

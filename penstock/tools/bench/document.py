@@ -44,6 +44,21 @@ class GeneratorHealth(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[str]
 
 
+class FleetFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """How replicas shared a run's work. One entry of each list is one replica's."""
+
+    policy: str
+    busy_seconds: list[float]  # of its device
+    computed_tokens: list[int]  # prompt tokens that it had not cached
+    replica_seconds: float  # of all, from start to end
+    infinite_cache_tokens: int  # prompt tokens that a single cache without a limit would have had
+
+    @property
+    def imbalance(self) -> float:
+        """The most work of a replica over the mean, in seconds of its device."""
+        return max(self.busy_seconds) * len(self.busy_seconds) / (sum(self.busy_seconds) or 1.0)
+
+
 class RequestRow(msgspec.Struct, frozen=True, array_like=True):
     """One request that completed; seconds count from the start of the run. Written as a list, for size."""
 
@@ -79,6 +94,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     goodput: Goodput | None = None
     decode_ms_per_token: float | None = None
     generator: GeneratorHealth | None = None
+    fleet: FleetFigures | None = None
     requests: list[RequestRow] = []
 
     @property

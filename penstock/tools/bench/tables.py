@@ -96,6 +96,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ),
         ("decode", None if run.decode_ms_per_token is None else f"{run.decode_ms_per_token:.3f} ms per token"),
         ("goodput", _goodput(run)),
+        ("fleet", _fleet(run)),
     ]
     return [(name, value) for name, value in rows if value is not None]
 
@@ -103,6 +104,17 @@ def facts(run: Run) -> list[tuple[str, str]]:
 def latencies(run: Run) -> list[tuple[str, Distribution]]:
     found = [(name, getattr(run, attribute)) for name, attribute in _LATENCIES]
     return [(name, distribution) for name, distribution in found if distribution is not None]
+
+
+def _fleet(run: Run) -> str | None:
+    fleet = run.fleet
+    if fleet is None:
+        return None
+    found = (run.cached_tokens or 0) / fleet.infinite_cache_tokens if fleet.infinite_cache_tokens else 1.0
+    return (
+        f"{len(fleet.busy_seconds)} replicas, {fleet.policy}: {found:.1%} of what one infinite cache would find, "
+        f"most work {fleet.imbalance:.2f} × the mean"
+    )
 
 
 def _goodput(run: Run) -> str | None:

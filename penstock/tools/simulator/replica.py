@@ -3,28 +3,35 @@
 What the HTTP side would cost is a fixed time before and after, from the profile. Knows nothing of other replicas.
 """
 
+from penstock.engine.block_feed import BlockFeed
 from penstock.engine.builder import assemble, warm_up
-from penstock.engine.config import EngineConfig
-from penstock.engine.messages import Submit, TokenEvent
+from penstock.engine.messages import EngineStats, Submit, TokenEvent
 from penstock.engine.simulated.device import make_runner
-from penstock.engine.simulated.profile import Profile
 from penstock.engine.simulated.runner import Timing
-from penstock.models.spec import ModelSpec
+from penstock.protocol.block_events import BlockChanges, BlockSnapshot
 from penstock.tools.simulator.clock import VirtualClock
+from penstock.tools.simulator.server import SimulatedServer
 
-# Servers have been there for a while when the first request comes.
-_STARTED = -3600.0
+# A server warms up before it is ready, and long enough before for its last step to be over.
+_WARM_UP_SECONDS = 3600.0
 
 
-class Replica:
+class VirtualReplica:
     """An engine and its own clock. Between steps it takes in whatever has arrived, as the engine process does."""
 
-    def __init__(self, profile: Profile, config: EngineConfig, spec: ModelSpec) -> None:
-        self.clock = VirtualClock(_STARTED)
-        runner = make_runner(profile, config, spec, Timing(self.clock.now, self.clock.sleep))
-        self._engine = assemble(config, spec, runner, clock=self.clock.now)
-        warm_up(self._engine, config)
-        self.clock.advance_to(0.0)
+    def __init__(self, server: SimulatedServer, name: str, started_at: float = 0.0, ready_at: float = 0.0) -> None:
+        self.name = name
+        self.started_at = started_at
+        self.ready_at = ready_at
+        self.is_draining = False  # gets no new requests; those it has go on
+        self.ended_at: float | None = None
+        self.clock = VirtualClock(ready_at - _WARM_UP_SECONDS)
+        self._runner = make_runner(server.profile, server.config, server.spec, Timing(self.clock.now, self.clock.sleep))
+        self._engine = assemble(server.config, server.spec, self._runner, clock=self.clock.now)
+        warm_up(self._engine, server.config)
+        self._runner.busy_seconds = 0.0
+        self.clock.advance_to(ready_at)
+        self._blocks = BlockFeed(self._engine.scheduler.cache)
 
     @property
     def has_work(self) -> bool:
@@ -40,6 +47,16 @@ class Replica:
         """When it runs again; what arrives until then is taken in first."""
         return max(self.clock.now(), self._engine.launch_due)
 
+    @property
+    def busy_seconds(self) -> float:
+        """How long its device has run steps."""
+        return self._runner.busy_seconds
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine tells of itself, as it would send it to an API worker."""
+        return self._engine.stats()
+
     def submit(self, submit: Submit, moment: float) -> list[TokenEvent]:
         """Take in a request that reaches the engine now; a refusal is its one event."""
         self.clock.advance_to(moment)
@@ -49,3 +66,15 @@ class Replica:
         """Run the engine once; the clock then shows when its step ended."""
         self.clock.advance_to(self.next_step_at)
         return [event for _, event in self._engine.step()]
+
+    def watch_blocks(self) -> BlockSnapshot:
+        """Begin to note which blocks come and go in its cache; return those that are there."""
+        return self._blocks.join(b"")[1]
+
+    def take_block_changes(self) -> BlockChanges | None:
+        """Return what has changed since the last call, if somebody watches and anything has."""
+        return self._blocks.take()
+
+    def seconds_until(self, now: float) -> float:
+        """How long it has been paid for: from its start, before it was ready, to its end or to now."""
+        return max(0.0, (now if self.ended_at is None else self.ended_at) - self.started_at)

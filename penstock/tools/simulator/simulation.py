@@ -3,57 +3,27 @@
 Minutes of load take seconds, and the same work gives the same figures every time. Knows nothing of terminals or files.
 """
 
-import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-from penstock.config import Sourced
-from penstock.engine.config import EngineConfig, resolve
+import msgspec
+
 from penstock.engine.messages import Submit, TokenEvent
-from penstock.engine.simulated.device import facts_of
-from penstock.engine.simulated.profile import Profile
-from penstock.models.spec import ModelSpec
+from penstock.errors import EngineUnavailable, Overloaded
+from penstock.fleet.config import QueueSection
+from penstock.fleet.router.query import RequestHead, RouteQuery
+from penstock.protocol.prompt_note import PromptNote
 from penstock.request import SamplingParams
 from penstock.tools.bench.client import Measurement
-from penstock.tools.bench.document import Report, Run, new_report
+from penstock.tools.bench.document import FleetFigures, Report, Run, new_report
 from penstock.tools.bench.summary import ServiceLevel, summarise
 from penstock.tools.bench.workload import PlannedRequest, Workload
-from penstock.tools.simulator.replica import Replica
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedServer:
-    """What is simulated: a profile, and an engine configured for it."""
-
-    profile: Profile
-    config: EngineConfig
-    spec: ModelSpec
-    num_replicas: int = 1
-
-
-def configure(sourced: Sourced, profile: Profile, *, num_replicas: int = 1) -> SimulatedServer:
-    """Resolve options for the profiled model, as a server on that device would."""
-    spec = spec_of(profile)
-    config, _ = resolve(sourced, spec, facts_of(profile))
-    return SimulatedServer(profile, config, spec, num_replicas)
-
-
-def spec_of(profile: Profile) -> ModelSpec:
-    """The profiled model, as far as a scheduler sees it: its sizes are in the profile, and nothing runs its layers."""
-    return ModelSpec(
-        family="simulated",
-        vocab_size=profile.vocab_size,
-        hidden_size=0,
-        intermediate_size=0,
-        num_heads=0,
-        num_kv_heads=0,
-        head_dim=0,
-        max_position=profile.max_context_tokens,
-        norm_eps=0.0,
-        layers=(),
-        ropes=(),
-        eos_token_ids=(profile.vocab_size - 1,),
-    )
+from penstock.tools.simulator.agenda import Agenda
+from penstock.tools.simulator.fleet import MODEL, Placed, VirtualFleet
+from penstock.tools.simulator.infinite_cache import InfiniteCache
+from penstock.tools.simulator.replica import VirtualReplica
+from penstock.tools.simulator.server import SimulatedServer
 
 
 def simulate(
@@ -73,7 +43,9 @@ def simulate(
 
 def simulate_run(server: SimulatedServer, workload: Workload, level: ServiceLevel, *, ignore_eos: bool = True) -> Run:
     """Run one workload in virtual time."""
-    return summarise(workload, _Simulation(server, workload, ignore_eos).run(), level)
+    simulation = Simulation(server, workload, ignore_eos=ignore_eos)
+    run = summarise(workload, simulation.run(), level)
+    return run if server.num_replicas == 1 else msgspec.structs.replace(run, fleet=simulation.figures())
 
 
 @dataclass(slots=True)
@@ -82,83 +54,174 @@ class _Open:
 
     planned: PlannedRequest
     measurement: Measurement
+    query: RouteQuery
+    placed: Placed | None = None  # None while it is held for want of a replica
     num_tokens: int = 0
 
 
-@dataclass(slots=True)
-class _Simulation:
-    """One run. Arrivals are taken in order of time; the replica that is furthest behind runs next."""
+@dataclass(frozen=True, slots=True)
+class Ticks:
+    """Something done at a fixed interval of virtual time, from the first moment on: an autoscaler, say."""
 
-    server: SimulatedServer
-    workload: Workload
-    ignore_eos: bool
-    replicas: list[Replica] = field(init=False)
-    _arrivals: list[tuple[float, int]] = field(init=False)  # a heap: when a client sends which request
-    _next_index: int = field(init=False)
-    _open: dict[str, _Open] = field(default_factory=dict)
-    _measured: dict[int, tuple[PlannedRequest, Measurement]] = field(default_factory=dict)
+    seconds: float
+    do: Callable[[float, VirtualFleet], None]
 
-    def __post_init__(self) -> None:
-        server, requests = self.server, self.workload.requests
-        self.replicas = [Replica(server.profile, server.config, server.spec) for _ in range(server.num_replicas)]
+
+class Simulation:
+    """One run. Whatever is due is done in the order of time; the replica that is furthest behind runs next."""
+
+    def __init__(
+        self,
+        server: SimulatedServer,
+        workload: Workload,
+        *,
+        ignore_eos: bool = True,
+        ticks: Ticks | None = None,
+        hold_seconds: float = QueueSection().hold_seconds,
+    ) -> None:
+        """`hold_seconds`: how long a request waits for a first replica to be ready."""
+        self._server = server
+        self._workload = workload
+        self._ignore_eos = ignore_eos
+        self._hold_seconds = hold_seconds
+        self._agenda = Agenda()
+        self.fleet = VirtualFleet(server, self._agenda)
+        self._open: dict[str, _Open] = {}
+        self._held: dict[str, Submit] = {}
+        self._measured: dict[int, tuple[PlannedRequest, Measurement]] = {}
         # A closed loop begins with so many, and sends the next when one has ended.
-        self._next_index = min(len(requests), self.workload.concurrency or len(requests))
-        self._arrivals = [(requests[index].start_seconds, index) for index in range(self._next_index)]
-        heapq.heapify(self._arrivals)
+        self._next_index = min(len(workload.requests), workload.concurrency or len(workload.requests))
+        if ticks is not None:
+            self._repeat(0.0, ticks.seconds, lambda: ticks.do(self.fleet.now, self.fleet))
+        self._repeat(0.0, self.fleet.pool.health.probe_seconds, self.fleet.probe)
+        for index in range(self._next_index):
+            self._send_at(workload.requests[index].start_seconds, index)
 
     def run(self) -> list[tuple[PlannedRequest, Measurement]]:
         """Return every request's measurement, in the order of the workload."""
-        host = self.server.profile.host
-        arrival_seconds, event_seconds = host.arrival_ms / 1e3, host.event_ms / 1e3
-        while True:
-            busy = min(
-                (item for item in self.replicas if item.has_work), key=lambda item: item.next_step_at, default=None
-            )
-            if self._arrivals and (busy is None or self._arrivals[0][0] + arrival_seconds <= busy.next_step_at):
-                self._send(*heapq.heappop(self._arrivals), arrival_seconds)
-            elif busy is not None:
-                for index, event in enumerate(busy.step()):
-                    self._take(event, busy.clock.now() + index * event_seconds)
-            else:
-                return [self._measured[index] for index in sorted(self._measured)]
+        event_seconds = self._server.profile.host.event_ms / 1e3
+        while len(self._measured) < len(self._workload.requests):
+            busy = self.fleet.furthest_behind()
+            if busy is None or self._agenda.is_due(busy.next_step_at):
+                self._agenda.run_next()
+                self._place_held()
+                continue
+            for index, event in enumerate(self.fleet.step(busy)):
+                self._take(event, busy.clock.now() + index * event_seconds)
+        return [self._measured[index] for index in sorted(self._measured)]
 
-    def _send(self, sent: float, index: int, arrival_seconds: float) -> None:
-        planned = self.workload.requests[index]
-        replica = min(self.replicas, key=lambda item: item.num_open)
-        vocab_size = self.server.spec.vocab_size
+    def figures(self) -> FleetFigures:
+        """Return how the replicas shared the work."""
+        replicas = (*self.fleet.replicas, *self.fleet.ended)
+        stats = [replica.stats for replica in replicas]
+        return FleetFigures(
+            policy=self._server.policy,
+            busy_seconds=[replica.busy_seconds for replica in replicas],
+            computed_tokens=[item.prefix_query_tokens - item.prefix_hit_tokens for item in stats],
+            replica_seconds=self.fleet.replica_seconds,
+            infinite_cache_tokens=self._most_found(),
+        )
+
+    def _most_found(self) -> int:
+        cache = InfiniteCache(self._server.config.block_tokens)
+        for planned, _ in sorted(self._measured.values(), key=lambda item: item[1].sent):
+            cache.see(self._workload.token_ids(planned))
+        return cache.hit_tokens
+
+    def _repeat(self, moment: float, seconds: float, action: Callable[[], None]) -> None:
+        def again() -> None:
+            action()
+            self._repeat(moment + seconds, seconds, action)
+
+        self._agenda.add(moment, again)
+
+    def _send_at(self, sent: float, index: int) -> None:
+        self._agenda.add(sent + self._server.profile.host.arrival_ms / 1e3, partial(self._arrive, sent, index))
+
+    def _arrive(self, sent: float, index: int) -> None:
+        planned = self._workload.requests[index]
+        vocab_size = self._server.spec.vocab_size
+        prompt = list(self._workload.token_ids(planned))
+        if max(prompt, default=0) >= vocab_size:
+            # A model smaller than the workloads' vocabulary has its tokens used again and again instead.
+            prompt = [token % vocab_size for token in prompt]
         submit = Submit(
             request_id=str(index),
-            # A model smaller than the workloads' vocabulary has its tokens used again and again instead.
-            prompt=[token % vocab_size for token in self.workload.token_ids(planned)],
+            prompt=prompt,
             params=SamplingParams(
                 max_tokens=planned.max_tokens,
-                temperature=self.workload.temperature,
-                ignore_eos=self.ignore_eos,
+                temperature=self._workload.temperature,
+                ignore_eos=self._ignore_eos,
                 seed=index,
             ),
             arrival=sent,
         )
-        self._open[submit.request_id] = _Open(planned, Measurement(sent, input_tokens=planned.prompt.num_tokens))
-        for event in replica.submit(submit, sent + arrival_seconds):
-            self._take(event, max(replica.clock.now(), sent + arrival_seconds))
+        query = RouteQuery(RequestHead(model=MODEL, prompt=prompt), model=MODEL, tenant="")
+        measurement = Measurement(sent, input_tokens=planned.prompt.num_tokens)
+        self._open[submit.request_id] = _Open(planned, measurement, query)
+        self._place(submit)
+
+    def _place(self, submit: Submit) -> None:
+        """Send a request where the policy says, and elsewhere what a full replica refuses."""
+        request, fleet = self._open[submit.request_id], self.fleet
+        refused: dict[VirtualReplica, TokenEvent] = {}
+        while (placed := fleet.place(request.query, refused)) is not None:
+            request.placed = placed
+            events = placed.replica.submit(submit, fleet.now)
+            if not events or events[0].error_code != Overloaded.code:
+                for event in events:
+                    self._take(event, max(placed.replica.clock.now(), fleet.now))
+                return
+            fleet.release(placed)
+            request.placed = None
+            refused[placed.replica] = events[0]
+        if refused:
+            self._take(next(iter(refused.values())), fleet.now)
+        else:
+            self._hold(submit)
+
+    def _hold(self, submit: Submit) -> None:
+        """Have a request wait for a first replica; the gateway gives up after a time."""
+        if submit.request_id not in self._held:
+            self._held[submit.request_id] = submit
+            self._agenda.add(self.fleet.now + self._hold_seconds, partial(self._give_up, submit.request_id))
+
+    def _place_held(self) -> None:
+        if self._held and self.fleet.num_ready:
+            held, self._held = self._held, {}
+            for submit in held.values():
+                self._place(submit)
+
+    def _give_up(self, request_id: str) -> None:
+        if self._held.pop(request_id, None) is not None:
+            self._end(request_id, self.fleet.now, EngineUnavailable.code, "no replica was ready in time")
 
     def _take(self, event: TokenEvent, moment: float) -> None:
         """Measure an event as the client would."""
         request = self._open[event.request_id]
-        seen = moment + self.server.profile.host.delivery_ms / 1e3
         measurement = request.measurement
         if event.token_ids:
-            measurement.token_times.append(seen)
+            if not request.num_tokens and request.placed is not None:
+                note = event.prompt or PromptNote(request.planned.prompt.num_tokens, event.num_cached_tokens)
+                self._agenda.add(moment, partial(self.fleet.note_first_token, request.placed, note))
+            measurement.token_times.append(moment + self._server.profile.host.delivery_ms / 1e3)
             request.num_tokens += len(event.token_ids)
             measurement.cached_tokens = max(measurement.cached_tokens or 0, event.num_cached_tokens)
-        if event.finish is None:
-            return
+        if event.finish is not None:
+            error = None if event.error is None else event.error_code or "error"
+            self._end(event.request_id, moment, error, event.error or "")
+
+    def _end(self, request_id: str, moment: float, error: str | None, text: str) -> None:
+        request = self._open.pop(request_id)
+        measurement = request.measurement
+        seen = moment + self._server.profile.host.delivery_ms / 1e3
         measurement.ended, measurement.output_tokens = seen, request.num_tokens
-        if event.error is not None:
-            measurement.fail(event.error_code or "error", event.error)
-        index = int(event.request_id)
-        self._measured[index] = (request.planned, measurement)
-        del self._open[event.request_id]
-        if self._next_index < len(self.workload.requests) and self.workload.concurrency is not None:
-            heapq.heappush(self._arrivals, (seen, self._next_index))
+        if error is not None:
+            measurement.fail(error, text)
+        if request.placed is not None:
+            # The gateway learns it then, not while the step that ends it still runs.
+            self._agenda.add(moment, partial(self.fleet.release, request.placed))
+        self._measured[int(request_id)] = (request.planned, measurement)
+        if self._next_index < len(self._workload.requests) and self._workload.concurrency is not None:
+            self._send_at(seen, self._next_index)
             self._next_index += 1

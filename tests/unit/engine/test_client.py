@@ -17,8 +17,10 @@ from penstock.engine.process import EngineProcess
 from penstock.engine.setup import EngineSetup
 from penstock.engine.timeline import Timeline
 from penstock.errors import EngineFailed, EngineUnavailable
+from penstock.fleet.cached_blocks import CachedBlocks
 from penstock.models.spec import LayerSpec, ModelSpec, RopeSpec
 from penstock.models.store import ModelFiles
+from penstock.protocol.block_events import BlockChanges, BlockSnapshot
 from penstock.request import FinishReason, SamplingParams
 from tests.fakes.fake_runner import expected_tokens
 from tests.unit.engine.test_scheduler import BLOCK, VOCAB, make_engine
@@ -224,3 +226,21 @@ async def test_idle_moments_are_used_until_nothing_is_left_to_do(tmp_path):
     assert len(tokens) == 8
     await client.close()
     running.stop()
+
+
+async def test_blocks_are_told_over_the_socket_while_somebody_watches(client):
+    told: asyncio.Queue[BlockSnapshot | BlockChanges | None] = asyncio.Queue()
+    client.on_blocks = told.put_nowait
+    client.watch_blocks()
+    snapshot = await asyncio.wait_for(told.get(), 5)
+    assert isinstance(snapshot, BlockSnapshot)
+    blocks = CachedBlocks(snapshot)
+    events = [event async for event in ask(client, prompt=range(4 * BLOCK))]
+    note = next(event.prompt for event in events if event.token_ids)
+    assert note is not None and note.num_tokens == 4 * BLOCK
+    while not all(name in blocks for name in note.names):
+        changes = await asyncio.wait_for(told.get(), 5)
+        assert isinstance(changes, BlockChanges)
+        blocks.apply(changes)
+    client.leave_blocks()
+    assert all([event.prompt is None async for event in ask(client, "b")])

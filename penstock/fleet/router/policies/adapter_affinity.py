@@ -12,7 +12,8 @@ _HOMES = 2  # replicas that an adapter may live on: the less loaded of them is t
 
 
 class AdapterAffinity(Policy):
-    def __init__(self) -> None:
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__(seed)
         self._others = LeastLoaded()
 
     def choose(self, query: RouteQuery, candidates: Sequence[Replica]) -> Choice:

@@ -8,7 +8,8 @@ from penstock.fleet.router.query import RouteQuery
 
 
 class LeastLoaded(Policy):
-    def __init__(self) -> None:
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__(seed)
         self._turn = 0
 
     def choose(self, query: RouteQuery, candidates: Sequence[Replica]) -> Choice:

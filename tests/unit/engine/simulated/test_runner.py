@@ -16,7 +16,7 @@ from penstock.engine.simulated.profile import HostCost, Profile
 from penstock.engine.simulated.runner import SimulatedRunner, Timing
 from penstock.request import SamplingParams
 from penstock.tools.simulator.clock import VirtualClock
-from penstock.tools.simulator.simulation import spec_of
+from penstock.tools.simulator.server import spec_of
 from tests.fakes.small_profile import small_profile
 
 PROMPTS = [[1, 2, 3] * 7, [4, 5] * 20, [6] * 33, [1, 2, 3] * 5]

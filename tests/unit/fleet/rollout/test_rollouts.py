@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 from penstock.fleet.fleet_file import read_fleet
 from penstock.fleet.rollout.book import RolloutMemory
 from penstock.fleet.rollout.plan import GateSection, RolloutSection
-from penstock.protocol.frames import FRAMES_HEADER, frame, last_frame
+from penstock.protocol.frames import FRAMES_HEADER, ChoiceTokens, frame, last_frame
 from penstock.store.database import Database
 from penstock.store.key_ring import KeyRing
 from penstock.store.rollouts import RolloutStore
@@ -44,7 +44,7 @@ def says(*tokens):
         await response.prepare(request)
         for token in tokens:
             event = msgspec.json.encode({"id": "x", "created": 1, "choices": [{"index": 0, "text": str(token)}]})
-            await response.write(frame(b"data: %b\n\n" % event, [token]))
+            await response.write(frame(b"data: %b\n\n" % event, ChoiceTokens(0, [token])))
         await response.write(last_frame(b"data: [DONE]\n\n"))
         return response
 

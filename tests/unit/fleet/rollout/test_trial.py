@@ -13,7 +13,7 @@ TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 def told(tokens):
     trial = Trial("a")
-    trial.end(tokens, first_at=trial.began_at)
+    trial.end([tokens], first_at=trial.began_at)
     return trial
 
 
@@ -94,3 +94,10 @@ def test_what_is_not_to_be_compared_is_not_kept():
     for _ in range(5):
         trial.feed(b'data: {"choices": []}\n\n')
     assert (len(trial.data), trial.num_events) == (0, 5)
+
+
+def test_several_choices_are_not_compared():
+    trials = [Trial("a"), Trial("b")]
+    for trial in trials:
+        trial.end([[1, 2], [3]], first_at=trial.began_at)
+    assert compare_outputs(*trials) is None

@@ -12,7 +12,7 @@ from penstock.tools.profiler.profiling import MAX_MEDIAN_ERROR, Subject, limits_
 from penstock.tools.profiler.steps import TimedStep, decode_steps, mixed_steps, random_steps
 from penstock.tools.profiler.stopwatch import Stopwatch
 from penstock.tools.simulator.clock import VirtualClock
-from penstock.tools.simulator.simulation import spec_of
+from penstock.tools.simulator.server import spec_of
 from tests.fakes.small_profile import small_profile
 
 DEVICE = small_profile(

@@ -7,8 +7,8 @@ from penstock.engine.messages import Submit
 from penstock.engine.simulated.profile import read_profile
 from penstock.request import SamplingParams, Tier
 from penstock.tools.bench.catalogue import named_workload
-from penstock.tools.simulator.replica import Replica
-from penstock.tools.simulator.simulation import configure
+from penstock.tools.simulator.replica import VirtualReplica
+from penstock.tools.simulator.server import configure
 from tests.fakes.virtual_engine import percentile
 
 
@@ -17,7 +17,7 @@ class Load:
 
     def __init__(self, num_batch: int) -> None:
         server = configure(gather({}, environ={}), read_profile("h200-llama-8b"))
-        self.replica = Replica(server.profile, server.config, server.spec)
+        self.replica = VirtualReplica(server, "replica-0")
         self.times: dict[str, list[float]] = {}
         self.num_batch_tokens = 0
         self._numbers = count()

@@ -12,7 +12,8 @@ from penstock.tools.bench.document import Run
 from penstock.tools.bench.shape import parse_shape
 from penstock.tools.bench.summary import ServiceLevel
 from penstock.tools.bench.workload import FixedPrompt, PlannedRequest, Workload
-from penstock.tools.simulator.simulation import configure, simulate, simulate_run
+from penstock.tools.simulator.server import configure
+from penstock.tools.simulator.simulation import simulate, simulate_run
 from tests.fakes.small_profile import small_profile
 
 HOST = HostCost(decode_launch_ms=0, mixed_launch_ms=0, arrival_ms=3, delivery_ms=1)

@@ -1,0 +1,171 @@
+"""KV-aware routing: the replica that has the prompt, unless another answers sooner."""
+
+import collections
+import random
+
+import pytest
+
+from penstock.fleet.adapters.interface import Load
+from penstock.fleet.cached_blocks import CachedBlocks
+from penstock.fleet.router.policies.kv_aware import KvAware
+from penstock.fleet.router.ttft_model import TtftModel, prefill_work
+from penstock.protocol.block_events import BlockChanges, BlockSnapshot, pack
+from penstock.protocol.prompt_note import PromptNote
+from tests.unit.fleet.conftest import make_query, make_replica
+
+
+def prompt(number: int, length: int = 6400) -> list[int]:
+    return [(number * 7919 + index) % 30000 for index in range(length)]
+
+
+def answer(policy, choice, clock, seconds=0.1, cached=0, tokens=6400, note=None):
+    clock.now += seconds
+    policy.on_first_byte(choice, seconds, note or PromptNote(tokens, cached))
+    policy.on_end(choice)
+
+
+@pytest.fixture
+def replicas(clock):
+    return [make_replica(number, clock=clock) for number in range(4)]
+
+
+def test_a_prompt_goes_where_its_beginning_was(clock, replicas):
+    policy = KvAware(seed=1)
+    homes = {}
+    for number in range(12):
+        choice = policy.choose(make_query(prompt=prompt(number)), replicas)
+        homes[number] = choice.replica
+        answer(policy, choice, clock)
+    assert len(set(homes.values())) == 4
+    for number, home in homes.items():
+        choice = policy.choose(make_query(prompt=prompt(number) + prompt(99, 640)), replicas)
+        assert choice.replica is home
+        assert choice.cached_tokens == 6400
+        assert "6400 of 7040 tokens cached" in choice.reason
+        answer(policy, choice, clock, cached=6400, tokens=7040)
+
+
+def test_text_is_known_again_too(clock, replicas):
+    policy = KvAware(seed=1)
+    messages = [{"role": "user", "content": "word " * 2000}]
+    first = policy.choose(make_query(messages=messages), replicas)
+    answer(policy, first, clock)
+    longer = [*messages, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "and?"}]
+    second = policy.choose(make_query(messages=longer), replicas)
+    assert second.replica is first.replica
+    assert second.cached_tokens and second.cached_tokens > 2000
+
+
+def test_one_tenants_prompt_is_not_anothers(clock, replicas):
+    policy = KvAware(seed=1)
+    answer(policy, policy.choose(make_query(prompt=prompt(1), tenant="a"), replicas), clock)
+    assert policy.choose(make_query(prompt=prompt(1), tenant="b"), replicas).cached_tokens == 0
+
+
+def test_what_a_replica_says_it_evicted_is_not_expected_there(clock, replicas):
+    policy = KvAware(seed=1)
+    for replica in replicas:
+        replica.blocks = CachedBlocks(BlockSnapshot(0, 16, b""))
+    choice = policy.choose(make_query(prompt=prompt(1)), replicas)
+    names = list(range(1, 101))
+    choice.replica.blocks.apply(BlockChanges(1, stored=pack(names)))
+    answer(policy, choice, clock, note=PromptNote(6400, 0, 64, names))
+    again = policy.choose(make_query(prompt=prompt(1)), replicas)
+    assert again.replica is choice.replica and again.cached_tokens == 6400
+    policy.on_end(again)
+    choice.replica.blocks.apply(BlockChanges(2, removed=pack(names[50:])))
+    assert policy.choose(make_query(prompt=prompt(1)), [choice.replica]).cached_tokens == 50 * 64
+
+
+def test_a_replica_with_work_before_it_is_passed_over_by_new_prompts(clock, replicas):
+    policy = KvAware(seed=1)
+    chosen = [policy.choose(make_query(prompt=prompt(number)), replicas).replica.name for number in range(8)]
+    assert set(collections.Counter(chosen).values()) == {2}
+
+
+def test_prompts_whose_time_has_passed_are_not_waited_for(clock, replicas):
+    """An answer that is not streamed comes whole, long after its prompt was computed."""
+    policy = KvAware(seed=1)
+    for number in range(3):
+        policy.choose(make_query(prompt=prompt(number)), replicas[:1])
+    behind = policy.choose(make_query(prompt=prompt(9)), replicas[:1])
+    policy.on_end(behind)
+    clock.now += 600
+    later = policy.choose(make_query(prompt=prompt(10)), replicas[:1])
+    assert (later.predicted_ttft_seconds or 0) < 0.5 * (behind.predicted_ttft_seconds or 0)
+
+
+def test_a_hot_prefix_comes_to_live_on_several_replicas(clock, replicas):
+    """Everybody's prompt begins alike, and one replica alone could serve half of them."""
+    policy = KvAware(seed=1)
+    shared = prompt(0, 1280)
+    free_at = dict.fromkeys(replicas, clock.now)
+    has_shared: set[object] = set()
+    under_way: list[tuple[float, float, object, PromptNote]] = []
+    waits, counts = [], collections.Counter()
+    for number in range(800):
+        clock.now += 0.025
+        for ends, sent, choice, note in [item for item in under_way if item[0] <= clock.now]:
+            policy.on_first_byte(choice, ends - sent, note)
+            policy.on_end(choice)
+        under_way = [item for item in under_way if item[0] > clock.now]
+        choice = policy.choose(make_query(prompt=shared + prompt(number + 1, 640)), replicas)
+        cached = 1280 if choice.replica in has_shared else 0
+        has_shared.add(choice.replica)
+        free_at[choice.replica] = max(free_at[choice.replica], clock.now) + (1920 - cached) / 12_500
+        under_way.append((free_at[choice.replica], clock.now, choice, PromptNote(1920, cached)))
+        waits.append(free_at[choice.replica] - clock.now)
+        counts[choice.replica.name] += number >= 400
+    assert max(counts.values()) <= 1.3 * 100
+    assert max(waits[400:]) < 0.5
+
+
+def test_what_exceeds_the_replicas_cache_is_forgotten(clock):
+    replica = make_replica(0, clock=clock)
+    replica.note_load(Load(kv_tokens=12800))
+    policy = KvAware(seed=1)
+    for number in range(3):
+        answer(policy, policy.choose(make_query(prompt=prompt(number)), [replica]), clock)
+    found = [policy.choose(make_query(prompt=prompt(number)), [replica]).cached_tokens for number in (2, 0)]
+    assert found == [6400, 0]
+
+
+def test_a_replica_that_tells_of_more_blocks_than_its_device_holds_is_believed(clock):
+    replica = make_replica(0, clock=clock)
+    replica.note_load(Load(kv_tokens=640))
+    replica.blocks = CachedBlocks(BlockSnapshot(0, 16, pack(range(400))))
+    policy = KvAware(seed=1)
+    note = PromptNote(6400, 0, 64, list(range(100)))
+    answer(policy, policy.choose(make_query(prompt=prompt(0)), [replica]), clock, note=note)
+    assert policy.choose(make_query(prompt=prompt(0)), [replica]).cached_tokens == 6400
+
+
+def test_the_prediction_comes_to_fit_what_is_seen(clock, replicas):
+    policy = KvAware(seed=1)
+    errors = []
+    for number in range(200):
+        length = random.Random(number).randrange(640, 20000)
+        choice = policy.choose(make_query(prompt=prompt(number, length)), replicas)
+        seconds = 0.03 + 40e-6 * length
+        errors.append(abs((choice.predicted_ttft_seconds or 0) / seconds - 1))
+        answer(policy, choice, clock, seconds, tokens=length)
+    assert sorted(errors[100:])[50] < 0.1
+
+
+def test_requests_that_fail_leave_nothing_behind(clock, replicas):
+    policy = KvAware(seed=1)
+    idle = policy.choose(make_query(prompt=prompt(0)), replicas[:1])
+    policy.on_end(idle)
+    busy = policy.choose(make_query(prompt=prompt(50)), replicas[:1])
+    policy.on_end(busy)
+    last = policy.choose(make_query(prompt=prompt(100)), replicas[:1])
+    assert "0 prompts before it" in last.reason
+
+
+def test_a_time_that_nobody_expected_changes_little():
+    model = TtftModel()
+    for _ in range(100):
+        model.observe(prefill_work(1000, 0), 0, 0.1)
+    before = model.seconds(prefill_work(1000, 0), 0)
+    model.observe(prefill_work(1000, 0), 0, 1000.0)
+    assert model.seconds(prefill_work(1000, 0), 0) < 1.2 * before
