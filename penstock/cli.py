@@ -207,6 +207,11 @@ def simulate(
         Path | None,
         typer.Option(metavar="FILE", help="A measured report of `penstock bench serve --json`: show the errors"),
     ] = None,
+    autoscale: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,…", help="Scale by each: promises, queue-length, and an oracle to compare with"),
+    ] = None,
+    start_seconds: Annotated[float, typer.Option(min=0.1, help="How long a replica takes to start")] = 6.5,
 ) -> int:
     """Tell what a server would do under load, in virtual time."""
     from penstock.commands import simulate
@@ -218,6 +223,18 @@ def simulate(
     )
     arrivals = Arrivals(rate=rate, rates=rates, concurrency=concurrency, seed=seed)
     level = ServiceLevel(slo_ttft, slo_tpot)
+    if autoscale is not None:
+        from penstock.commands import scaling
+
+        scaled = scaling.Scaled(
+            profile=profile,
+            num_replicas=replicas,
+            policy=policy,
+            level=level,
+            autoscale=autoscale,
+            start_seconds=start_seconds,
+        )
+        return scaling.run(sourced, work, arrivals, scaled)
     asked = simulate.Simulated(
         profile=profile, num_replicas=replicas, policy=policy, level=level, json=json, against=against
     )

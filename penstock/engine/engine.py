@@ -111,6 +111,8 @@ class Engine:
             last_step_monotonic=metrics.last_step_monotonic,
             prompt_tokens=metrics.prompt_tokens,
             generated_tokens=metrics.generated_tokens,
+            work_seconds=metrics.work_seconds,
+            queue_seconds=scheduler.queue_seconds,
             prefix_query_tokens=metrics.prefix_query_tokens,
             prefix_hit_tokens=metrics.prefix_hit_tokens,
             num_preemptions=metrics.num_preemptions,

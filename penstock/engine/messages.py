@@ -155,6 +155,8 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     last_step_monotonic: float | None = None  # when the last step ended; None before the first
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    work_seconds: float = 0.0  # what online requests' tokens cost, beyond what every step costs anyway
+    queue_seconds: float = 0.0  # how long a prompt that comes now waits before it runs, as foreseen
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     num_preemptions: int = 0

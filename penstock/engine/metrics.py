@@ -66,6 +66,7 @@ class EngineMetrics:
         self.last_step_monotonic: float | None = None
         self.prompt_tokens = 0
         self.generated_tokens = 0
+        self.work_seconds = 0.0  # what online requests' tokens cost, beyond what every step costs anyway
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
         self.num_preemptions = 0

@@ -3,6 +3,8 @@
 As `fleet.fleet_file` reads it; frozen. Knows nothing of how any of it is done.
 """
 
+from typing import Any
+
 import msgspec
 
 from penstock.fleet.rollout.plan import DEFAULT_VERSION, RolloutSection
@@ -71,6 +73,23 @@ class ModelSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     policy: str
 
 
+class AutoscalerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many replicas of one model there are."""
+
+    backend: dict[str, Any]  # `kind`, and what that kind of backend needs
+    policy: str = "promises"
+    min_replicas: int = 1  # 0: none while nothing is asked
+    max_replicas: int = 4
+    warm_replicas: int = 0  # beside those: ready, but sent nothing until they are needed
+    interval_seconds: float = 2.0
+    scale_down_seconds: float = 60.0  # how long fewer must have been enough
+    idle_seconds: float = 300.0  # without a request, before the last replica goes
+    start_seconds: float = 20.0  # the first guess of what a start takes; those that were started teach it
+    target_utilization: float = 0.85  # of a replica's time, what may go into work; promises kept and broken move it
+    attainment: float = 0.99  # part of the promises to be kept
+    requests_per_replica: int = 64  # for the policy queue-length, and for kinds that do not tell their work
+
+
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All of it."""
 
@@ -83,6 +102,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     discovery: DiscoverySection = DiscoverySection()
     health: HealthSection = HealthSection()
     queue: QueueSection = QueueSection()
+    autoscaler: dict[str, AutoscalerSection] = {}  # by model
 
     @property
     def policies(self) -> set[str]:

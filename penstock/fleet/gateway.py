@@ -10,10 +10,14 @@ import socket
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from penstock.connection_limits import ConnectionLimits, Crowd, raise_file_limit
-from penstock.fleet.config import FleetConfig
+from penstock.fleet.autoscaler.autoscaler import Autoscaler
+from penstock.fleet.autoscaler.backends.interface import BackendContext
+from penstock.fleet.autoscaler.backends.registry import BACKENDS
+from penstock.fleet.config import AutoscalerSection, FleetConfig
 from penstock.fleet.discovery.dns import DnsDiscovery
 from penstock.fleet.discovery.interface import Discovery, follow
 from penstock.fleet.discovery.kubernetes import KubernetesDiscovery
@@ -63,7 +67,11 @@ class Gateway:
         self._session = new_session(config.health)
         split = VersionSplit(config.rollouts)
         dispatcher = Dispatcher(config, self.pool, split)
-        metrics = GatewayMetrics(self.pool, dispatcher, split, counts if counts is not None else StoreCounts())
+        self.autoscalers = [
+            self._autoscaler(model, section, dispatcher) for model, section in config.autoscaler.items()
+        ]
+        counts = counts if counts is not None else StoreCounts()
+        metrics = GatewayMetrics(self.pool, dispatcher, split, counts, self.autoscalers)
         book = rollout_book if rollout_book is not None else RolloutMemory()
         self.rollouts = Rollouts(split, self.pool, self._session, book, metrics.count_shadow)
         self.registration = Registration(self.pool, config.discovery.lease_seconds)
@@ -82,6 +90,7 @@ class Gateway:
             decisions=DecisionLog(),
             registration=self.registration,
             rollouts=self.rollouts,
+            autoscalers=self.autoscalers,
             max_body_bytes=max_body_bytes,
             meter=meter,
         )
@@ -100,6 +109,8 @@ class Gateway:
         self._run(self.monitor.run())
         await self.rollouts.controller.look()  # before the first request: what was rolled back gets none
         self._run(self.rollouts.controller.run())
+        for autoscaler in self.autoscalers:
+            self._run(autoscaler.run())
         if any(POLICIES.load(name).uses_blocks for name in self._config.policies):
             self._run(BlockListener(self.pool, self._session).run())
         await self._listen(create_app(self.context), listener, drain_seconds)
@@ -117,6 +128,7 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.rollouts.stop()
+        await asyncio.gather(*[autoscaler.close() for autoscaler in self.autoscalers])
         await self._session.close()
 
     def _discoveries(self) -> list[Discovery]:
@@ -125,6 +137,19 @@ class Gateway:
             *[DnsDiscovery(section) for section in sections.dns],
             *[KubernetesDiscovery(section, self._session) for section in sections.kubernetes],
         ]
+
+    def _autoscaler(self, model: str, section: AutoscalerSection, dispatcher: Dispatcher) -> Autoscaler:
+        kind = BACKENDS.load(section.backend["kind"])
+        fields = {name: value for name, value in section.backend.items() if name != "kind"}
+        settings = msgspec.convert(fields, kind.Settings)
+        return Autoscaler(
+            model,
+            section,
+            kind(settings, BackendContext(model, self.pool, self._session)),
+            self.pool,
+            num_held=lambda: dispatcher.num_waiting_for(model),
+            on_change=dispatcher.call_waiting,
+        )
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.create_task(work))

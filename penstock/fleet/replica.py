@@ -39,6 +39,7 @@ class Replica:
         self.blocks: CachedBlocks | None = None  # that it says it has cached; None where it does not tell
         self.num_in_flight = 0  # requests that this gateway sent and that have not ended
         self.is_leaving = False  # gets no new requests; those it has go on
+        self.is_standby = False  # kept ready by the autoscaler, and sent nothing until it is needed
         self.clock = clock
         self._full_until = 0.0
 
@@ -48,7 +49,7 @@ class Replica:
 
     @property
     def is_usable(self) -> bool:
-        return not self.is_leaving and self.breaker.admits(self.num_in_flight)
+        return not (self.is_leaving or self.is_standby) and self.breaker.admits(self.num_in_flight)
 
     @property
     def is_up(self) -> bool:

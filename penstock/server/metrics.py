@@ -151,6 +151,8 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("penstock_kv_cache_utilization", "Part of the KV blocks that requests hold, 0 to 1", use)
     yield GaugeMetricFamily("penstock_kv_blocks", "KV blocks in all", stats.num_blocks)
     yield GaugeMetricFamily("penstock_kv_blocks_used", "KV blocks that requests hold", stats.num_used_blocks)
+    text = "How long a prompt that comes now waits before it runs, as foreseen"
+    yield GaugeMetricFamily("penstock_predicted_queue_seconds", text, stats.queue_seconds)
     text = "Median relative error of the step-cost model over the last steps"
     yield GaugeMetricFamily("penstock_cost_model_error", text, stats.cost_model_error or 0.0)
     text = "Median relative error of the predicted time to first token over the last requests"
@@ -163,6 +165,8 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
     yield CounterMetricFamily("penstock_steps", "Forward passes", stats.num_steps)
     yield CounterMetricFamily("penstock_prompt_tokens", "Prompt tokens taken in", stats.prompt_tokens)
     yield CounterMetricFamily("penstock_generated_tokens", "Tokens made", stats.generated_tokens)
+    text = "Device time that online requests' tokens cost, beyond what every step costs anyway"
+    yield CounterMetricFamily("penstock_work_seconds", text, stats.work_seconds)
     text = "Prompt tokens looked up in the prefix cache"
     yield CounterMetricFamily("penstock_prefix_query_tokens", text, stats.prefix_query_tokens)
     text = "Prompt tokens found in the prefix cache"

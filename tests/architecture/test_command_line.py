@@ -89,6 +89,8 @@ OWN_FLAGS = {
         "--slo-tpot",
         "--json",
         "--against",
+        "--autoscale",
+        "--start-seconds",
     ],
 }
 BENCH_FLAGS = {

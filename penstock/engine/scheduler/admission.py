@@ -154,6 +154,23 @@ class Admission:
         message += "; try again after the time in Retry-After, or accept a late answer with best_effort"
         return Overloaded(message, retry_after_seconds=max(_LEAST_RETRY_SECONDS, wait))
 
+    def queue_seconds(self, load: Load, now: float) -> float:
+        """How long until all online prompts that are there now have run: what comes next waits so long."""
+        decoding = [other for other in load.running if other.remaining <= 1]
+        waiting = [other for other in load.waiting if not other.is_batch]
+        num_tokens = sum([other.remaining for other in load.running if other.remaining > 1 and not other.is_batch])
+        num_tokens += sum([other.queued_tokens for other in waiting])
+        seconds = max(0.0, self._times.free_at(now) - now)
+        if not num_tokens:
+            return seconds
+        targets = [other.targets.time_per_token_seconds for other in decoding]
+        tightest = min((target for target in targets if target is not None), default=None)
+        shape = StepShape(len(decoding), sum([other.computed for other in decoding]))
+        chunk, step_seconds = self._pace.steady_step(shape, tightest)
+        seconds += self._prefill_seconds(num_tokens, chunk, step_seconds, shape)
+        num_endings = len(waiting) - load.num_free_rows
+        return max(seconds, self.place_seconds(load, num_endings, now)) if num_endings > 0 else seconds
+
     def place_seconds(self, load: Load, num_endings: int, now: float) -> float:
         """How long until so many requests have ended: a place in a full queue is free only then."""
         decoding = [other for other in load.running if other.remaining <= 1]

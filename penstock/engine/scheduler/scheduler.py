@@ -179,7 +179,7 @@ class Scheduler:
             self.metrics.num_refused[reason] += 1
             raise foresight.admission.refusal(reason, request, forecast, load)
 
-    def _load(self, request: RequestState) -> Load:
+    def _load(self, request: RequestState | None = None) -> Load:
         return Load(
             running=self.running,
             waiting=self.waiting,
@@ -187,8 +187,15 @@ class Scheduler:
             num_free_blocks=self.placement.num_unpromised_blocks,
             block_tokens=self.cache.block_tokens,
             lengths=self.placement.lengths,
-            may_displace=self.placement.displaced_by(request) is not None,
+            may_displace=request is not None and self.placement.displaced_by(request) is not None,
         )
+
+    @property
+    def queue_seconds(self) -> float:
+        """How long a prompt that comes now waits before it runs, as foreseen; 0 where nothing is."""
+        if self._foresight is None:
+            return 0.0
+        return self._foresight.admission.queue_seconds(self._load(), self._clock())
 
     @property
     def cost_model_error(self) -> float | None:
@@ -292,7 +299,7 @@ class Scheduler:
         self.metrics.last_step_monotonic = now
         self.metrics.step.observe(result.seconds)
         if self._foresight is not None:
-            self._foresight.times.settle(result.seconds, now)
+            self._count_work(plan, self._foresight.times.settle(result.seconds, now), self._foresight.model.costs.fixed)
         events = []
         for piece, outcome in zip(plan.slices, result.slices, strict=True):
             request = self.requests.get(piece.request)
@@ -301,6 +308,18 @@ class Scheduler:
                 if event is not None:
                     events.append(event)
         return events
+
+    def _count_work(self, plan: StepPlan, seconds: float, fixed_seconds: float) -> None:
+        """Count what a step's tokens cost; batch requests fill idle capacity and count for nothing."""
+        part = 1.0
+        if self.running and self.running[-1].is_batch:
+            online = [
+                piece.num_tokens
+                for piece in plan.slices
+                if (request := self.requests.get(piece.request)) is None or not request.is_batch
+            ]
+            part = sum(online) / sum([piece.num_tokens for piece in plan.slices])
+        self.metrics.work_seconds += max(0.0, seconds - fixed_seconds) * part
 
     # ------------------------------------------------------------ planning
 

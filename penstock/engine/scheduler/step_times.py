@@ -27,13 +27,14 @@ class StepTimes:
     def launch(self, plan: StepPlan) -> None:
         self._launched.append((shape_of(plan), self._clock()))
 
-    def settle(self, seconds: float, now: float) -> None:
-        """The oldest launched step is done, `seconds` after its launch."""
+    def settle(self, seconds: float, now: float) -> float:
+        """The oldest launched step is done, `seconds` after its launch; return what it took by itself."""
         shape, _ = self._launched.popleft()
         alone = seconds if self._last_done is None else min(seconds, now - self._last_done)
         self._last_done = now
         self.ratios.add(alone / max(self.model.seconds(shape), 1e-9))
         self.model.observe(shape, alone)
+        return alone
 
     def fail(self, now: float) -> None:
         """The oldest launched step could not be run: nothing is learnt from it."""

@@ -3,12 +3,13 @@
 Texts in, values out. Knows nothing of HTTP clients or routing.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,13 @@ class Load:
     num_waiting: float = 0.0
     kv_utilization: float = 0.0  # 0 to 1
     kv_tokens: float | None = None  # that its cache holds, where it tells
+    queue_seconds: float = 0.0  # how long a prompt that comes now waits before it runs, as the replica foresees it
+    # Since the replica started; None where its kind does not tell.
+    work_seconds: float | None = None  # device time that tokens cost, beyond what every step costs anyway
+    prompt_tokens: float | None = None
+    generated_tokens: float | None = None
+    num_kept: float = 0.0  # promises: time to first token, time per token, deadline
+    num_missed: float = 0.0  # promises broken, and requests refused because none could be made
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +39,22 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAdapter:
-    """One kind of server, as data. Metrics that it has under several names are added up."""
+    """One kind of server, as data. Metrics that it has under several names are added up.
+
+    A metric is named alone, which is the sum over its labels, or with one label as Prometheus writes it.
+    """
 
     kind: str
     ready_path: str
     running: tuple[str, ...]
     waiting: tuple[str, ...]
     kv_utilization: str | None
+    queue_seconds: str | None = None
+    work_seconds: str | None = None
+    prompt_tokens: str | None = None
+    generated_tokens: str | None = None
+    kept: tuple[str, ...] = ()
+    missed: tuple[str, ...] = ()
     context_fields: tuple[str, ...] = ()  # where an entry of /v1/models tells the longest context
     counts_usage: bool = False  # admits and books requests in the store itself
     keeps_files: bool = False  # has /v1/files and /v1/batches, on the store that all replicas share
@@ -49,22 +66,38 @@ class ReplicaAdapter:
 
     def load(self, text: str) -> Load:
         """Read the load from Prometheus's text. Raises ValueError where that is none."""
-        wanted = {*self.running, *self.waiting, *filter(None, (self.kv_utilization, self.cache_info))}
-        # Only the lines that count: a server may have thousands.
-        lines = "\n".join(line for line in text.splitlines() if line.startswith(tuple(wanted)))
         values: dict[str, float] = {}
         kv_tokens = None
-        for family in text_string_to_metric_families(lines + "\n"):
-            for sample in family.samples:
-                values[sample.name] = values.get(sample.name, 0.0) + sample.value
-                if sample.name == self.cache_info:
-                    kv_tokens = _cache_size(sample.labels)
+        for sample in self._samples(text):
+            labelled = (f'{sample.name}{{{label}="{value}"}}' for label, value in sample.labels.items())
+            for name in (sample.name, *labelled):
+                values[name] = values.get(name, 0.0) + sample.value
+            if sample.name == self.cache_info:
+                kv_tokens = _cache_size(sample.labels)
         return Load(
             num_running=sum(values.get(name, 0.0) for name in self.running),
             num_waiting=sum(values.get(name, 0.0) for name in self.waiting),
-            kv_utilization=values.get(self.kv_utilization, 0.0) if self.kv_utilization else 0.0,
+            kv_utilization=values.get(self.kv_utilization or "", 0.0),
             kv_tokens=kv_tokens,
+            queue_seconds=values.get(self.queue_seconds or "", 0.0),
+            work_seconds=values.get(self.work_seconds or ""),
+            prompt_tokens=values.get(self.prompt_tokens or ""),
+            generated_tokens=values.get(self.generated_tokens or ""),
+            num_kept=sum(values.get(name, 0.0) for name in self.kept),
+            num_missed=sum(values.get(name, 0.0) for name in self.missed),
         )
+
+    def _samples(self, text: str) -> Iterator[Sample]:
+        single = (
+            self.kv_utilization, self.cache_info, self.queue_seconds, self.work_seconds, self.prompt_tokens,
+            self.generated_tokens,
+        )  # fmt: skip
+        named = (*self.running, *self.waiting, *self.kept, *self.missed, *filter(None, single))
+        # Only the lines that count: a server may have thousands.
+        starts = tuple(name.partition("{")[0] for name in named)
+        lines = "\n".join(line for line in text.splitlines() if line.startswith(starts))
+        for family in text_string_to_metric_families(lines + "\n"):
+            yield from family.samples
 
     def models(self, body: bytes) -> tuple[ServedModel, ...]:
         """Read the answer of OpenAI's /v1/models. Raises ValueError."""

@@ -9,5 +9,7 @@ ADAPTER = ReplicaAdapter(
     running=("llamacpp:requests_processing",),
     waiting=("llamacpp:requests_deferred",),
     kv_utilization="llamacpp:kv_cache_usage_ratio",
+    prompt_tokens="llamacpp:prompt_tokens_total",
+    generated_tokens="llamacpp:tokens_predicted_total",
     context_fields=("meta.n_ctx", "meta.n_ctx_train"),
 )

@@ -8,5 +8,7 @@ ADAPTER = ReplicaAdapter(
     running=("sglang:num_running_reqs",),
     waiting=("sglang:num_queue_reqs",),
     kv_utilization="sglang:token_usage",
+    prompt_tokens="sglang:prompt_tokens_total",
+    generated_tokens="sglang:generation_tokens_total",
     context_fields=("max_model_len",),
 )

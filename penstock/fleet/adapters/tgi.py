@@ -8,4 +8,6 @@ ADAPTER = ReplicaAdapter(
     running=("tgi_batch_current_size",),
     waiting=("tgi_queue_size",),
     kv_utilization=None,
+    prompt_tokens="tgi_request_input_length_sum",
+    generated_tokens="tgi_request_generated_tokens_sum",
 )

@@ -1,11 +1,13 @@
 """The admin routes: who is behind the gateway, who wants to be, and why requests went where they went."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 from aiohttp import web
 
-from penstock.errors import ConfigError, RequestError
+from penstock.errors import ConfigError, RequestError, UnknownModel
+from penstock.fleet.autoscaler.autoscaler import Autoscaler
+from penstock.fleet.autoscaler.report import report, report_all
 from penstock.fleet.config import ReplicaEntry
 from penstock.fleet.discovery.registration import Registration
 from penstock.fleet.fleet_file import check_entry
@@ -31,6 +33,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     waiting: float
     kv_utilization: float
     full: bool
+    standby: bool  # ready, and sent nothing until the autoscaler needs it
     ejections: int
 
 
@@ -86,6 +89,22 @@ def admin_routes(
     ]
 
 
+def autoscaler_routes(autoscalers: Sequence[Autoscaler], clock: Callable[[], float]) -> list[tuple[str, str, Handler]]:
+    """Return (method, path, handler) of each."""
+
+    async def show_all(request: web.Request) -> web.StreamResponse:
+        return _json(report_all(autoscalers, clock()))
+
+    async def show_one(request: web.Request) -> web.StreamResponse:
+        model = request.match_info["model"]
+        found = next((item for item in autoscalers if item.model == model), None)
+        if found is None:
+            raise UnknownModel(model, [item.model for item in autoscalers])
+        return _json(report(found, clock()))
+
+    return [("GET", "/admin/autoscaler", show_all), ("GET", "/admin/autoscaler/{model:.+}", show_one)]
+
+
 def _report(replica: Replica) -> ReplicaReport:
     return ReplicaReport(
         url=replica.url,
@@ -99,6 +118,7 @@ def _report(replica: Replica) -> ReplicaReport:
         waiting=replica.load.num_waiting,
         kv_utilization=replica.load.kv_utilization,
         full=replica.is_full,
+        standby=replica.is_standby,
         ejections=replica.breaker.num_ejections,
     )
 

@@ -8,7 +8,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -25,13 +25,14 @@ from penstock.errors import (
     UnknownModel,
     WrongMediaType,
 )
+from penstock.fleet.autoscaler.autoscaler import Autoscaler
 from penstock.fleet.config import FleetConfig
 from penstock.fleet.discovery.registration import Registration
 from penstock.fleet.replica import ReplicaPool
 from penstock.fleet.rollout.rollouts import Rollouts
 from penstock.fleet.rollout.routes import rollout_routes
 from penstock.fleet.router.account import Account
-from penstock.fleet.router.admin import admin_routes
+from penstock.fleet.router.admin import admin_routes, autoscaler_routes
 from penstock.fleet.router.connection import Connections, read_body
 from penstock.fleet.router.decisions import Decision, DecisionLog
 from penstock.fleet.router.dispatch import Dispatcher
@@ -76,6 +77,7 @@ class GatewayContext:
     registration: Registration
     rollouts: Rollouts
     connections: Connections
+    autoscalers: Sequence[Autoscaler]
     max_body_bytes: int
     meter: Meter | None = None  # None: the gateway counts nothing itself
     draining: bool = False
@@ -111,6 +113,7 @@ def _admin_routes(context: GatewayContext) -> list[tuple[str, str, Handler]]:
     return [
         *admin_routes(context.pool, context.registration, context.decisions),
         *rollout_routes(context.pool, context.rollouts),
+        *autoscaler_routes(context.autoscalers, context.pool.clock),
     ]
 
 
@@ -189,7 +192,8 @@ class _Routes:
     async def ready(self, request: web.Request) -> web.StreamResponse:
         if self._context.draining:
             raise NotReady("the gateway is draining: it finishes open requests and takes no new ones")
-        if not any(replica.is_up for replica in self._context.pool):
+        # A fleet that is scaled to zero is ready: what comes is held until a replica is.
+        if not (self._context.autoscalers or any(replica.is_up for replica in self._context.pool)):
             raise NotReady("no replica is ready")
         return _json(Health("ready"))
 

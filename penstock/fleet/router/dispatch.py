@@ -91,6 +91,10 @@ class Dispatcher:
         served = self._pool.models().get(model)
         return served.max_context_tokens if served is not None else None
 
+    def num_waiting_for(self, model: str) -> int:
+        lane = self._lanes.get(model)
+        return 0 if lane is None else len(lane.room)
+
     async def acquire(self, wish: Wish) -> Placement:
         """Return a place for a request. Raises UnknownModel, Overloaded or EngineUnavailable."""
         lane = self._lane(wish.query.model)

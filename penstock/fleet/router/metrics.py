@@ -1,13 +1,14 @@
 """What the gateway counts of itself. docs/metrics.md lists it all, and a test holds the two together."""
 
 from collections import Counter as Tally
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from penstock.fleet.autoscaler.autoscaler import Autoscaler
 from penstock.fleet.breaker import Standing
 from penstock.fleet.replica import ReplicaPool
 from penstock.fleet.rollout.split import VersionSplit
@@ -19,10 +20,18 @@ _BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 
 
 class GatewayMetrics:
-    def __init__(self, pool: ReplicaPool, dispatcher: Dispatcher, split: VersionSplit, counts: StoreCounts) -> None:
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        dispatcher: Dispatcher,
+        split: VersionSplit,
+        counts: StoreCounts,
+        autoscalers: Sequence[Autoscaler] = (),
+    ) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_Gauges(pool, dispatcher, split))
         self._registry.register(_StoreCounters(counts))
+        self._registry.register(_AutoscalerGauges(autoscalers))
         self.requests = Counter(
             "penstock_gateway_requests", "Requests answered", ["model", "status"], registry=self._registry
         )
@@ -94,6 +103,31 @@ class GatewayMetrics:
     def exposition(self, accept: str) -> tuple[bytes, str]:
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
+
+
+class _AutoscalerGauges(Collector):
+    """What the autoscalers see and want at this moment."""
+
+    def __init__(self, autoscalers: Sequence[Autoscaler]) -> None:
+        self._autoscalers = autoscalers
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Replicas that the autoscaler wants (desired: all, active: to take requests) and has (ready, coming)"
+        replicas = GaugeMetricFamily("penstock_gateway_autoscaler_replicas", text, labels=["model", "state"])
+        text = "Work that comes, in replicas"
+        demand = GaugeMetricFamily("penstock_gateway_autoscaler_demand", text, labels=["model"])
+        text = "Times that the autoscaler wanted more or fewer replicas"
+        changes = CounterMetricFamily("penstock_gateway_autoscaler_changes", text, labels=["model", "direction"])
+        for item in self._autoscalers:
+            changes.add_metric([item.model, "up"], item.num_rises)
+            changes.add_metric([item.model, "down"], item.num_falls)
+            if item.decision is not None and item.signals is not None:
+                replicas.add_metric([item.model, "desired"], item.decision.total)
+                replicas.add_metric([item.model, "active"], item.decision.desired)
+                replicas.add_metric([item.model, "ready"], item.signals.num_ready)
+                replicas.add_metric([item.model, "coming"], item.signals.num_coming)
+                demand.add_metric([item.model], item.signals.demand)
+        yield from (replicas, demand, changes)
 
 
 class _Gauges(Collector):

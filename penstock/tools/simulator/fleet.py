@@ -42,6 +42,7 @@ class VirtualFleet:
         self.pool = ReplicaPool(HealthSection(), clock=lambda: agenda.now)
         self.replicas: list[VirtualReplica] = []  # starting, ready or draining
         self.ended: list[VirtualReplica] = []
+        self.num_held = 0  # requests that wait for a first replica
         self._agenda = agenda
         self._policy: Policy = POLICIES.load(server.policy)(seed=0)
         self._by_url: dict[str, VirtualReplica] = {}
@@ -164,6 +165,12 @@ def load_of(stats: EngineStats, kv_tokens: int) -> Load:
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
         kv_utilization=stats.num_used_blocks / stats.num_blocks,
+        queue_seconds=stats.queue_seconds,
+        work_seconds=stats.work_seconds,
+        prompt_tokens=stats.prompt_tokens,
+        generated_tokens=stats.generated_tokens,
+        num_kept=sum(outcomes["kept"] for outcomes in stats.promises.values()),
+        num_missed=sum(outcomes["broken"] for outcomes in stats.promises.values()) + sum(stats.num_refused.values()),
         kv_tokens=kv_tokens,
     )
 

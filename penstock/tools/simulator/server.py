@@ -9,6 +9,7 @@ from penstock.engine.simulated.profile import Profile
 from penstock.errors import ConfigError
 from penstock.fleet.router.policies.registry import POLICIES
 from penstock.models.spec import ModelSpec
+from penstock.request import NO_TARGETS, Targets
 
 DEFAULT_POLICY = "least-loaded"
 
@@ -22,6 +23,7 @@ class SimulatedServer:
     spec: ModelSpec
     num_replicas: int = 1
     policy: str = DEFAULT_POLICY
+    targets: Targets = NO_TARGETS  # what every request is promised
 
 
 def configure(
@@ -32,7 +34,9 @@ def configure(
         raise ConfigError("--policy", policy, f"give one of: {', '.join(POLICIES.names)}")
     spec = spec_of(profile)
     config, _ = resolve(sourced, spec, facts_of(profile))
-    return SimulatedServer(profile, config, spec, num_replicas, policy)
+    options = sourced.options
+    targets = Targets(_seconds(options.target_ttft_ms), _seconds(options.target_time_per_token_ms))
+    return SimulatedServer(profile, config, spec, num_replicas, policy, targets)
 
 
 def spec_of(profile: Profile) -> ModelSpec:
@@ -51,3 +55,7 @@ def spec_of(profile: Profile) -> ModelSpec:
         ropes=(),
         eos_token_ids=(profile.vocab_size - 1,),
     )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000

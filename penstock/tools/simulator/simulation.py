@@ -105,6 +105,7 @@ class Simulation:
             if busy is None or self._agenda.is_due(busy.next_step_at):
                 self._agenda.run_next()
                 self._place_held()
+                self.fleet.num_held = len(self._held)
                 continue
             for index, event in enumerate(self.fleet.step(busy)):
                 self._take(event, busy.clock.now() + index * event_seconds)
@@ -155,6 +156,7 @@ class Simulation:
                 seed=index,
             ),
             arrival=sent,
+            targets=self._server.targets,
         )
         query = RouteQuery(RequestHead(model=MODEL, prompt=prompt), model=MODEL, tenant="")
         measurement = Measurement(sent, input_tokens=planned.prompt.num_tokens)

@@ -1,5 +1,7 @@
 """What each kind of server tells of itself is read as it writes it."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.fleet.adapters.interface import Load
@@ -10,23 +12,44 @@ METRICS = {
 penstock_total_running_requests 3.0
 penstock_total_queued_requests 2.0
 penstock_kv_cache_utilization 0.5
+penstock_predicted_queue_seconds 0.25
+# TYPE penstock_prompt_tokens counter
+penstock_prompt_tokens_total 100.0
+penstock_generated_tokens_total 40.0
+penstock_work_seconds_total 1.5
+penstock_promises_total{kind="ttft",outcome="kept"} 7.0
+penstock_promises_total{kind="time_per_token",outcome="kept"} 6.0
+penstock_promises_total{kind="time_per_token",outcome="broken"} 1.0
+penstock_refused_requests_total{reason="ttft"} 2.0
+penstock_refused_requests_total{reason="queue_full"} 3.0
 """,
     "vllm": """# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0",model_name="m"} 1.0
 vllm:num_requests_running{engine="1",model_name="m"} 2.0
 vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
+vllm:prompt_tokens_total{engine="0",model_name="m"} 60.0
+vllm:prompt_tokens_total{engine="1",model_name="m"} 40.0
+vllm:generation_tokens_total{engine="0",model_name="m"} 40.0
 vllm:num_requests_running_unlike 9.0
 """,
     "sglang": """sglang:num_running_reqs{model_name="m"} 3.0
 sglang:num_queue_reqs{model_name="m"} 2.0
 sglang:token_usage{model_name="m"} 0.5
+sglang:prompt_tokens_total{model_name="m"} 100.0
+sglang:generation_tokens_total{model_name="m"} 40.0
 """,
     "llama.cpp": """llamacpp:requests_processing 3
 llamacpp:requests_deferred 2
 llamacpp:kv_cache_usage_ratio 0.5
+llamacpp:prompt_tokens_total 100
+llamacpp:tokens_predicted_total 40
 """,
-    "tgi": "tgi_batch_current_size 3\ntgi_queue_size 2\n",
+    "tgi": """tgi_batch_current_size 3
+tgi_queue_size 2
+tgi_request_input_length_sum 100
+tgi_request_generated_tokens_sum 40
+""",
 }
 MODELS = {
     "penstock": b'{"data": [{"id": "m", "max_context_tokens": 512}]}',
@@ -39,7 +62,9 @@ MODELS = {
 
 @pytest.mark.parametrize("kind", ADAPTERS.names)
 def test_the_load_is_read(kind):
-    expected = Load(3.0, 2.0, 0.0 if kind == "tgi" else 0.5)
+    expected = Load(3.0, 2.0, 0.0 if kind == "tgi" else 0.5, prompt_tokens=100.0, generated_tokens=40.0)
+    if kind == "penstock":
+        expected = replace(expected, queue_seconds=0.25, work_seconds=1.5, num_kept=13.0, num_missed=6.0)
     assert ADAPTERS.load(kind).load(METRICS[kind]) == expected
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.fleet.config import DiscoverySection, FleetConfig, HealthSection, QueueSection
+from penstock.fleet.config import AutoscalerSection, DiscoverySection, FleetConfig, HealthSection, QueueSection
 from penstock.fleet.fleet_file import read_fleet
 from penstock.fleet.rollout.plan import DEFAULT_VERSION, RolloutSection
 from tests.architecture.markdown import blocks
@@ -55,6 +55,15 @@ def test_a_file_and_the_command_line_add_up(tmp_path):
         ("replicas = [{url = 'http://a', kind = 'other'}]", "llama.cpp"),
         ("replicas = [{url = 'http://a', max_in_flight = 0}]", "max_in_flight"),
         ("discovery.dns = [{name = 'x', port = 1, kind = 'y'}]", "kind"),
+        ("autoscaler.m.backend = {kind = 'magic'}", "local, kubernetes"),
+        ("autoscaler.m.backend = {kind = 'local'}", "serve"),
+        ("autoscaler.m.backend = {kind = 'external', serve = []}", "serve"),
+        ("autoscaler.m = {}", "backend"),
+        ("autoscaler.m = {backend = {kind = 'external'}, policy = 'magic'}", "queue-length"),
+        ("autoscaler.m = {backend = {kind = 'external'}, min_replicas = 5}", "max_replicas"),
+        ("autoscaler.m = {backend = {kind = 'external'}, warm_replicas = -1}", "warm_replicas"),
+        ("autoscaler.m = {backend = {kind = 'external'}, target_utilization = 2.0}", "target_utilization"),
+        ("autoscaler.m = {backend = {kind = 'external'}, interval_seconds = 0.0}", "interval_seconds"),
         ("[[", "TOML"),
     ],
 )
@@ -73,7 +82,15 @@ def test_the_file_in_the_document_is_right_and_says_the_defaults(tmp_path):
     assert (fleet.policy, fleet.health, fleet.queue) == (FleetConfig().policy, HealthSection(), QueueSection())
     assert fleet.discovery.lease_seconds == DiscoverySection().lease_seconds
     assert (fleet.rollouts["smollm2-135m"], fleet.replicas[0].version) == (RolloutSection(), DEFAULT_VERSION)
+    autoscaler = fleet.autoscaler["smollm2-135m"]
+    assert autoscaler == AutoscalerSection(backend=autoscaler.backend)
     assert (fleet.discovery.dns[0].refresh_seconds, fleet.discovery.kubernetes[0].refresh_seconds) == (5.0, 2.0)
+
+
+def test_a_model_that_is_autoscaled_is_declared(tmp_path):
+    file = tmp_path / "fleet.toml"
+    file.write_text("policy = 'power-of-two'\nautoscaler.m.backend = {kind = 'external'}")
+    assert read_fleet(file).models["m"].policy == "power-of-two"
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -1,0 +1,54 @@
+"""What starts and ends replicas: told how many there should be, it sees to that.
+
+Knows nothing of why. How replicas are found is discovery's business, unless the backend itself tells the pool.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import aiohttp
+import msgspec
+
+from penstock.fleet.replica import ReplicaPool
+
+
+@dataclass(frozen=True, slots=True)
+class BackendContext:
+    """What a backend is given beside its own settings."""
+
+    model: str
+    pool: ReplicaPool  # for backends that start replicas at addresses that nobody else finds
+    session: aiohttp.ClientSession
+
+
+class ScaleBackend(ABC):
+    """One place where replicas of one model run.
+
+    The autoscaler calls `scale_to` again and again, also with the number it gave before: what died meanwhile is then
+    replaced. Calls never overlap.
+    """
+
+    # What `[autoscaler.MODEL.backend]` holds beside `kind`; unknown fields are refused.
+    Settings: ClassVar[type[msgspec.Struct]]
+
+    @abstractmethod
+    def __init__(self, settings: Any, context: BackendContext) -> None:
+        """Take settings of the class above. Raises ConfigError where they cannot work here."""
+
+    @abstractmethod
+    async def count(self) -> int:
+        """How many replicas there are or will be: ready, starting, and none that drains. Raises RemoteError."""
+
+    @abstractmethod
+    async def scale_to(self, count: int, leave_first: Collection[str] = ()) -> None:
+        """Have so many replicas. Raises RemoteError where that cannot be asked for.
+
+        Returns soon: starts and drains go on behind it. A replica that is to go gets no new requests and finishes those
+        it has. `leave_first` names the URLs that should go before others, best first, where the backend can choose.
+        """
+
+    async def close(self) -> None:
+        """Let go of everything. What ends with the autoscaler, such as its own processes, is drained first."""
+        return

@@ -1,0 +1,177 @@
+"""Replicas that are processes of this machine: `penstock serve`, started and drained here.
+
+A replica joins the pool when it says that it is ready. One that is to go is sent nothing more, finishes what it has
+from this gateway, and then gets SIGTERM, at which it drains whatever others sent it. Knows nothing of how many there
+should be.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+
+from penstock.errors import RemoteError
+from penstock.fleet.autoscaler.backends.interface import BackendContext, ScaleBackend
+from penstock.fleet.config import ReplicaEntry
+from penstock.fleet.replica import Replica
+from penstock.telemetry import log_event
+
+_HOST = "127.0.0.1"
+_POLL_SECONDS = 0.05
+_READY_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+
+log = logging.getLogger("penstock.autoscaler")
+
+
+class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    serve: tuple[str, ...]  # what follows `penstock serve`: the model and its options, without host and port
+    devices: tuple[str, ...] = ()  # values of CUDA_VISIBLE_DEVICES, one process on each; none: all see all
+    key_file: str | None = None  # holds the key with which the gateway asks for models and metrics
+
+
+@dataclass(eq=False, slots=True)
+class _Child:
+    process: asyncio.subprocess.Process
+    url: str
+    device: str | None
+    replica: Replica | None = None  # None until it is ready
+
+
+class LocalProcesses(ScaleBackend):
+    Settings = LocalSettings
+
+    def __init__(self, settings: LocalSettings, context: BackendContext) -> None:
+        self._settings = settings
+        self._pool = context.pool
+        self._session = context.session
+        self._source = f"autoscaler:{context.model}"
+        self._children: list[_Child] = []
+        self._joining: set[asyncio.Task[None]] = set()
+        self._draining: set[asyncio.Task[None]] = set()
+        self._used_devices: set[str] = set()
+
+    async def count(self) -> int:
+        self._bury()
+        return len(self._children)
+
+    async def scale_to(self, count: int, leave_first: Collection[str] = ()) -> None:
+        self._bury()
+        while len(self._children) < count:
+            await self._start()
+        if len(self._children) > count:
+            order = {url: place for place, url in enumerate(leave_first)}
+            # Those named first, then the newest: the oldest have the warmest caches.
+            leaving = sorted(reversed(self._children), key=lambda child: order.get(child.url, len(order)))
+            for child in leaving[: len(leaving) - count]:
+                self._children.remove(child)
+                self._drain(child)
+
+    async def close(self) -> None:
+        for child in self._children:
+            self._drain(child)
+        self._children.clear()
+        await asyncio.gather(*self._draining, *self._joining)
+
+    async def _start(self) -> None:
+        device = self._free_device()
+        environment = dict(os.environ)
+        if device is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = device
+        port = _free_port()
+        command = [sys.executable, "-m", "penstock", "serve", *self._settings.serve, "--host", _HOST]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                "--port",
+                str(port),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                env=environment,
+                # Ctrl-C in a terminal is the gateway's to handle: it drains first.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RemoteError(f"no process can be started ({error.strerror})") from error
+        if device is not None:
+            self._used_devices.add(device)
+        child = _Child(process, f"http://{_HOST}:{port}", device)
+        self._children.append(child)
+        _keep(self._joining, asyncio.create_task(self._join(child)))
+        log_event(log, "replica started", replica=child.url, pid=process.pid)
+
+    async def _join(self, child: _Child) -> None:
+        """Tell the pool of a replica once it is ready: before, it would be ejected for refusing connections."""
+        while not await self._is_ready(child):  # noqa: ASYNC110 - another process's state has no event
+            await asyncio.sleep(_POLL_SECONDS)
+        if child in self._children:
+            entry = ReplicaEntry(url=child.url, key_file=self._settings.key_file)
+            child.replica = self._pool.add(self._source, entry)
+
+    async def _is_ready(self, child: _Child) -> bool:
+        """Whether it is, or never will be."""
+        if child not in self._children:
+            return True
+        try:
+            async with self._session.get(f"{child.url}/ready", timeout=_READY_TIMEOUT) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+
+    def _bury(self) -> None:
+        """Forget those that ended by themselves."""
+        for child in [child for child in self._children if child.process.returncode is not None]:
+            self._children.remove(child)
+            self._forget(child)
+            log_event(
+                log,
+                f"replica ended by itself with status {child.process.returncode}",
+                level=logging.ERROR,
+                replica=child.url,
+            )
+
+    def _drain(self, child: _Child) -> None:
+        self._pool.remove(self._source, child.url)
+        _keep(self._draining, asyncio.create_task(self._end(child)))
+
+    async def _end(self, child: _Child) -> None:
+        while (  # noqa: ASYNC110 - a plain number
+            child.replica is not None and child.replica.num_in_flight and child.process.returncode is None
+        ):
+            await asyncio.sleep(_POLL_SECONDS)
+        if child.process.returncode is None:
+            child.process.send_signal(signal.SIGTERM)
+        await child.process.wait()
+        self._forget(child)
+        log_event(log, "replica drained and ended", replica=child.url)
+
+    def _forget(self, child: _Child) -> None:
+        self._pool.remove(self._source, child.url)
+        if child.device is not None:
+            self._used_devices.discard(child.device)
+
+    def _free_device(self) -> str | None:
+        if not self._settings.devices:
+            return None
+        free = [device for device in self._settings.devices if device not in self._used_devices]
+        if not free:
+            raise RemoteError(f"all {len(self._settings.devices)} devices are in use")
+        return free[0]
+
+
+def _keep(tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+    """Hold a task until it is done."""
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+
+
+def _free_port() -> int:
+    """Return a port that is free now; should another take it, the replica ends and is replaced."""
+    with socket.create_server((_HOST, 0)) as listener:
+        return int(listener.getsockname()[1])

@@ -1,0 +1,234 @@
+"""Backends do what they are told: on a fake cluster, and with real processes that stand in for servers."""
+
+import asyncio
+import signal
+import sys
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from penstock.errors import ConfigError, RemoteError
+from penstock.fleet.adapters.interface import ServedModel
+from penstock.fleet.autoscaler.backends import local
+from penstock.fleet.autoscaler.backends.external import ExternalScale, ExternalSettings
+from penstock.fleet.autoscaler.backends.interface import BackendContext
+from penstock.fleet.autoscaler.backends.kubernetes import KubernetesScale, KubernetesSettings
+from penstock.fleet.autoscaler.backends.local import LocalProcesses, LocalSettings
+from penstock.fleet.config import HealthSection, ReplicaEntry
+from penstock.fleet.replica import ReplicaPool
+
+PATH = "/apis/apps/v1/namespaces/models/deployments/penstock/scale"
+
+
+@pytest.fixture
+async def context():
+    async with aiohttp.ClientSession() as session:
+        yield BackendContext("tiny", ReplicaPool(HealthSection()), session)
+
+
+class FakeCluster:
+    """One deployment's scale."""
+
+    def __init__(self):
+        self.spec = {}
+        self.asked = []
+
+    async def answer(self, request):
+        if request.path != PATH:
+            return web.Response(status=404)
+        self.asked.append((request.method, request.headers["authorization"], request.content_type))
+        if request.method == "PATCH":
+            self.spec = (await request.json())["spec"]
+        return web.json_response({"kind": "Scale", "spec": self.spec})
+
+
+@pytest.fixture
+async def cluster(tmp_path, context):
+    (tmp_path / "token").write_text("pod-token\n")
+    (tmp_path / "namespace").write_text("models")
+    fake = FakeCluster()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.+}", fake.answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+
+    def backend(deployment="penstock"):
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return KubernetesScale(KubernetesSettings(deployment=deployment), context, account=tmp_path, api=url)
+
+    yield fake, backend
+    await runner.cleanup()
+
+
+async def test_a_deployments_scale_is_written_with_the_pods_token(cluster):
+    fake, make = cluster
+    backend = make()
+    assert await backend.count() == 0
+    await backend.scale_to(3)
+    assert fake.spec == {"replicas": 3}
+    assert fake.asked[-1] == ("PATCH", "Bearer pod-token", "application/merge-patch+json")
+    assert await backend.count() == 3
+
+
+async def test_a_scale_that_is_right_already_is_not_written(cluster):
+    fake, make = cluster
+    fake.spec = {"replicas": 2}
+    await make().scale_to(2)
+    assert [method for method, *_ in fake.asked] == ["GET"]
+
+
+async def test_a_deployment_that_is_not_there_is_said(cluster):
+    _, make = cluster
+    with pytest.raises(RemoteError, match="404"):
+        await make(deployment="other").scale_to(1)
+
+
+async def test_outside_a_pod_kubernetes_says_so(context, monkeypatch, tmp_path):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(ConfigError, match="inside a Kubernetes pod"):
+        KubernetesScale(KubernetesSettings(deployment="x"), context, account=tmp_path)
+
+
+async def test_what_others_scale_is_counted_and_left_alone(context):
+    backend = ExternalScale(ExternalSettings(), context)
+    replica = context.pool.add("test", ReplicaEntry(url="http://replica-1:80"))
+    replica.models = (ServedModel("tiny"),)
+    await backend.scale_to(5)
+    assert await backend.count() == 1
+
+
+# Stands in for `penstock serve`: says that it is ready, and ends when told to.
+SERVER = """
+import http.server, sys
+
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Ready).serve_forever()
+"""
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Have processes started that do nothing, and remember how."""
+    seen = []
+    create = asyncio.create_subprocess_exec
+
+    async def start(*command, env, **options):
+        seen.append((list(command[3:]), env))
+        return await create(sys.executable, "-c", SERVER, command[-1], env=env, **options)
+
+    monkeypatch.setattr(local.asyncio, "create_subprocess_exec", start)
+    return seen
+
+
+@pytest.fixture
+async def processes(context, started):
+    made = []
+
+    def make(**settings):
+        made.append(LocalProcesses(LocalSettings(serve=("tiny", "--device", "simulated"), **settings), context))
+        return made[-1]
+
+    yield make
+    for backend in made:
+        await backend.close()
+
+
+async def until(condition):
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the condition never came true")
+
+
+async def scaled(backend, context, count):
+    """Have so many, and wait until they are ready."""
+    await backend.scale_to(count)
+    await until(lambda: len(context.pool) == count)
+
+
+async def test_processes_are_started_and_told_to_the_pool(processes, context, started):
+    backend = processes(key_file="/key")
+    await backend.scale_to(2)
+    assert await backend.count() == 2
+    assert len(context.pool) == 0  # none is ready yet
+    await until(lambda: len(context.pool) == 2)
+    urls = sorted(
+        (replica.url for replica in context.pool),
+        key=[f"http://127.0.0.1:{command[-1]}" for command, _ in started].index,
+    )
+    for url, (command, _) in zip(urls, started, strict=True):
+        port = url.rpartition(":")[2]
+        assert command == ["serve", "tiny", "--device", "simulated", "--host", "127.0.0.1", "--port", port]
+    assert {replica.entry.key_file for replica in context.pool} == {"/key"}
+
+
+async def test_whoever_is_named_leaves_first_and_then_the_newest(processes, context):
+    backend = processes()
+    await scaled(backend, context, 3)
+    first, second, third = [child.url for child in backend._children]
+    await backend.scale_to(2, [first])
+    assert {replica.url for replica in context.pool} == {second, third}
+    await backend.scale_to(1)
+    assert [replica.url for replica in context.pool] == [second]
+
+
+async def test_a_replica_with_requests_ends_only_after_them(processes, context):
+    backend = processes()
+    await scaled(backend, context, 1)
+    (replica,) = context.pool
+    replica.num_in_flight = 1
+    (child,) = backend._children
+    await backend.scale_to(0)
+    await asyncio.sleep(0.2)
+    assert replica.is_leaving
+    assert child.process.returncode is None
+    replica.num_in_flight = 0
+    assert await asyncio.wait_for(child.process.wait(), 10) == -signal.SIGTERM
+
+
+async def test_a_process_that_died_is_replaced(processes, context):
+    backend = processes()
+    await scaled(backend, context, 1)
+    (child,) = backend._children
+    child.process.kill()
+    await child.process.wait()
+    await scaled(backend, context, 1)
+    (after,) = context.pool
+    assert after.url != child.url
+    assert await backend.count() == 1
+
+
+async def test_each_process_has_a_device_of_its_own_while_there_are_some(processes, started):
+    backend = processes(devices=("0", "1"))
+    with pytest.raises(RemoteError, match="all 2 devices are in use"):
+        await backend.scale_to(3)
+    assert [environment["CUDA_VISIBLE_DEVICES"] for _, environment in started] == ["0", "1"]
+    assert await backend.count() == 2
+
+
+async def test_a_replica_that_is_not_wanted_any_more_ends_before_it_is_ready(processes, context):
+    backend = processes()
+    await backend.scale_to(1)
+    (child,) = backend._children
+    await backend.scale_to(0)
+    assert await asyncio.wait_for(child.process.wait(), 10) == -signal.SIGTERM
+    assert len(context.pool) == 0
+
+
+async def test_closing_ends_every_process(processes, context):
+    backend = processes()
+    await backend.scale_to(2)
+    children = [child.process for child in backend._children]
+    await backend.close()
+    assert [process.returncode for process in children] == [-signal.SIGTERM] * 2
+    assert len(context.pool) == 0
