@@ -3,13 +3,14 @@
 The flags are here; what is written or started is `penstock.deploy`, imported when a command runs.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from penstock.commands.flags import takes_options
-from penstock.config import Sourced
+from penstock.config import Options, Sourced
 
 app = typer.Typer(help="Put servers and gateways on a cluster.", no_args_is_help=True)
 
@@ -49,3 +50,48 @@ def kubernetes(
         "hostname": hostname,
     }
     return deploy_kubernetes.run(sourced, out=out, fleet=fleet, flags=flags)
+
+
+@app.command()
+@takes_options(*[item.name for item in dataclasses.fields(Options) if item.name not in ("port", "admin_listen")])
+def ray(
+    sourced: Sourced,
+    *,
+    address: Annotated[
+        str, typer.Option(help="The cluster; auto: that in RAY_ADDRESS, or the one on this machine")
+    ] = "auto",
+    name: Annotated[str, typer.Option(help="Of the application, by which gateways find its replicas")] = "penstock",
+    replicas: Annotated[int, typer.Option(min=1, help="Servers; with --max-replicas, the fewest")] = 1,
+    max_replicas: Annotated[
+        int | None, typer.Option(min=1, help="Scale up to so many by the replicas' promises (default: do not scale)")
+    ] = None,
+    cpus: Annotated[float, typer.Option(min=0.0, help="CPUs to reserve for each rank of a server")] = 1.0,
+    gpus: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="GPUs for each rank (default: 1 where the cluster has any and --device may use it)"),
+    ] = None,
+    key_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="On every node: an admin key with which a server is asked how it is"),
+    ] = None,
+    policy: Annotated[str, typer.Option(help="How requests that come through Ray Serve are routed")] = "least-loaded",
+    route_prefix: Annotated[
+        str | None, typer.Option(help="Path at which Ray Serve's proxies serve them too (default: they do not)")
+    ] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Drain the servers and take them away")] = False,
+) -> int:
+    """Run servers on a Ray cluster, for gateways to find there."""
+    from penstock.commands import deploy_ray
+
+    asked = deploy_ray.Asked(address=address, gpus=gpus, remove=remove)
+    return deploy_ray.run(
+        sourced,
+        asked,
+        name=name,
+        replicas=replicas,
+        max_replicas=max_replicas,
+        cpus=cpus,
+        policy=policy,
+        route_prefix=route_prefix,
+        key_file=key_file,
+    )

@@ -43,9 +43,19 @@ class KubernetesSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     refresh_seconds: float = 2.0
 
 
+class RaySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Replicas are those of an application that `penstock deploy ray` started."""
+
+    address: str = "auto"  # the cluster's; auto: the one in RAY_ADDRESS, or on this machine
+    application: str = "penstock"
+    key_file: str | None = None  # as a replica's
+    refresh_seconds: float = 1.0
+
+
 class DiscoverySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dns: tuple[DnsSection, ...] = ()
     kubernetes: tuple[KubernetesSection, ...] = ()
+    ray: tuple[RaySection, ...] = ()
     lease_seconds: float = 15.0  # how long a replica that registered itself stays without a heartbeat
 
 

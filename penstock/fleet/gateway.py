@@ -21,6 +21,7 @@ from penstock.fleet.config import AutoscalerSection, FleetConfig
 from penstock.fleet.discovery.dns import DnsDiscovery
 from penstock.fleet.discovery.interface import Discovery, follow
 from penstock.fleet.discovery.kubernetes import KubernetesDiscovery
+from penstock.fleet.discovery.ray import RayDiscovery
 from penstock.fleet.discovery.registration import Registration
 from penstock.fleet.replica import ReplicaPool
 from penstock.fleet.rollout.book import RolloutBook, RolloutMemory
@@ -136,6 +137,7 @@ class Gateway:
         return [
             *[DnsDiscovery(section) for section in sections.dns],
             *[KubernetesDiscovery(section, self._session) for section in sections.kubernetes],
+            *[RayDiscovery(section) for section in sections.ray],
         ]
 
     def _autoscaler(self, model: str, section: AutoscalerSection, dispatcher: Dispatcher) -> Autoscaler:

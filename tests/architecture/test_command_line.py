@@ -14,7 +14,7 @@ TOOLS = ["gateway", "simulate", "plan-memory", "usage"]
 # Groups of commands for those who develop or operate; their flags are their own.
 GROUPS = {
     "bench": ["serve", "offline", "profile", "compare"],
-    "deploy": ["kubernetes"],
+    "deploy": ["kubernetes", "ray"],
     "keys": ["create", "list", "revoke", "rotate"],
     "rollout": ["start", "status", "abort"],
 }
@@ -165,6 +165,18 @@ DEPLOY_FLAGS = {
         "--gpus",
         "--hostname",
     ],
+    "ray": [
+        "--address",
+        "--name",
+        "--replicas",
+        "--max-replicas",
+        "--cpus",
+        "--gpus",
+        "--key-file",
+        "--policy",
+        "--route-prefix",
+        "--remove",
+    ],
 }
 MAX_OPTIONS = 40
 
@@ -224,6 +236,6 @@ def test_the_rollout_commands_own_flags_are_frozen(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", DEPLOY_FLAGS)
-def test_the_deployments_own_flags_are_frozen(command: str) -> None:
+def test_the_deploy_commands_own_flags_are_frozen(command: str) -> None:
     table = {flag(name) for name in OPTIONS if name != "model"} | {"--config"}
     assert [item for item in flags_of("deploy", command) if item not in table] == DEPLOY_FLAGS[command]

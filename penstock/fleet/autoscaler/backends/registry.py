@@ -8,6 +8,7 @@ BACKENDS: Registry[type[ScaleBackend]] = Registry(
     {
         "local": "penstock.fleet.autoscaler.backends.local:LocalProcesses",
         "kubernetes": "penstock.fleet.autoscaler.backends.kubernetes:KubernetesScale",
+        "ray": "penstock.fleet.autoscaler.backends.ray:RayScale",
         "external": "penstock.fleet.autoscaler.backends.external:ExternalScale",
     },
 )

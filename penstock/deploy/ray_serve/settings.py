@@ -1,0 +1,119 @@
+"""What is to run on a Ray cluster: which server, how many of it, on what.
+
+Plain data, no Ray: it travels from the command to the cluster's actors.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.config import Sourced, flag
+from penstock.errors import ConfigError
+from penstock.fleet.router.policies.registry import POLICIES
+
+DEPLOYMENT = "replica"  # within the application
+_REPLICAS_OWN = ("port", "admin_listen")
+_FILES = frozenset({"model", "chat_template", "cache_dir", "simulated_profile", "keys", "store", "shared_prefixes"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings:
+    """One replica."""
+
+    application: str = "penstock"
+    arguments: tuple[str, ...] = ()  # of `penstock serve`, without host and port
+    host: str | None = None  # to listen on; None: the node's own address
+    key_file: str | None = None  # on every node: an admin key, with which a replica is asked how it is
+    start_seconds: float = 600.0
+    drain_seconds: float = 30.0
+    num_ranks: int = 1
+    cpus_per_rank: float = 1.0
+    gpus_per_rank: float = 0.0
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """Return what each rank needs of a node: the bundles of the replica's placement group."""
+        needs = {"CPU": self.cpus_per_rank, "GPU": self.gpus_per_rank}
+        return [{name: number for name, number in needs.items() if number} for _ in range(self.num_ranks)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplicationSettings:
+    """All of them."""
+
+    replica: ReplicaSettings
+    num_replicas: int = 1  # with `max_replicas`: the fewest
+    max_replicas: int | None = None  # None: as many as were asked for, until another number is
+    scaling: Mapping[str, Any] = field(default_factory=dict)  # of a fleet file's [autoscaler.MODEL]
+    policy: str = "least-loaded"  # for callers who come through Ray Serve
+    route_prefix: str | None = None  # None: nothing comes through Ray Serve's proxies
+
+    @property
+    def name(self) -> str:
+        return self.replica.application
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What `penstock deploy ray` is told beside the options of `penstock serve`."""
+
+    name: str = "penstock"
+    replicas: int = 1
+    max_replicas: int | None = None
+    cpus: float = 1.0  # for each rank
+    gpus: float = 0.0  # for each rank
+    policy: str = "least-loaded"
+    route_prefix: str | None = None
+    key_file: str | None = None
+
+
+def make_settings(sourced: Sourced, wanted: Wanted) -> ApplicationSettings:
+    """Return what is to run. Raises ConfigError."""
+    options = sourced.options
+    for name in _REPLICAS_OWN:
+        if name in sourced.sources:
+            raise ConfigError(flag(name), getattr(options, name), "leave it out: each replica on a node has its own")
+    if wanted.policy not in POLICIES:
+        raise ConfigError("--policy", wanted.policy, f"give one of: {', '.join(POLICIES.names)}")
+    if wanted.max_replicas is not None and wanted.max_replicas < wanted.replicas:
+        raise ConfigError(
+            "--max-replicas", wanted.max_replicas, f"give at least --replicas, which is {wanted.replicas}"
+        )
+    if wanted.cpus <= 0 and wanted.gpus <= 0:
+        raise ConfigError("--cpus", wanted.cpus, "a replica needs a part of a CPU or of a GPU to be placed by")
+    replica = ReplicaSettings(
+        application=wanted.name,
+        arguments=serve_arguments(sourced),
+        host=options.host if "host" in sourced.sources else None,
+        key_file=wanted.key_file,
+        drain_seconds=options.drain_seconds,
+        num_ranks=options.tensor_parallel,
+        cpus_per_rank=wanted.cpus,
+        gpus_per_rank=wanted.gpus,
+    )
+    return ApplicationSettings(
+        replica=replica,
+        num_replicas=wanted.replicas,
+        max_replicas=wanted.max_replicas,
+        policy=wanted.policy,
+        route_prefix=wanted.route_prefix,
+    )
+
+
+def serve_arguments(sourced: Sourced) -> tuple[str, ...]:
+    """Return the options that were given as `penstock serve` takes them. Files of this machine are named whole."""
+    arguments: list[str] = []
+    for name in sourced.sources:
+        value = getattr(sourced.options, name)
+        if name == "host":
+            continue
+        if name in _FILES and Path(value).exists():
+            value = Path(value).absolute()
+        if name == "model":
+            arguments.insert(0, str(value))
+        elif isinstance(value, bool):
+            arguments.append(flag(name) if value else flag(f"no_{name}"))
+        else:
+            arguments += [flag(name), str(value)]
+    return tuple(arguments)
