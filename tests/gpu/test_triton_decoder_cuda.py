@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from penstock.models.loader import load_model
 from penstock.models.registry import spec_for
@@ -41,19 +42,30 @@ def test_float32_gives_the_logits_of_the_cpu(name: str, chunk: int | None, tmp_p
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_bfloat16_logits_are_within_a_hundredth_of_float32(name: str, tmp_path: Path) -> None:
-    make_reference(MODELS[name][0], tmp_path, **MODELS[name][1])
+def test_bfloat16_logits_are_as_close_to_float32_as_those_of_transformers(name: str, tmp_path: Path) -> None:
+    reference = make_reference(MODELS[name][0], tmp_path, **MODELS[name][1])
     files = folder_files(tmp_path)
-    prompt = random_tokens(27)
     # Weights that bfloat16 holds exactly, as checkpoints have them: what differs is the arithmetic.
     for tensor in tmp_path.glob("*.safetensors"):
         weights = {key: value.bfloat16().float() for key, value in load_file(tensor).items()}
         save_file(weights, tensor, metadata={"format": "pt"})
-    expected = PagedDecoder(load_exact(files)).run("a", prompt)
+    exact = PagedDecoder(load_exact(files))
     decoder = load_model(
         files, spec_for(files), device=torch.device("cuda"), dtype=torch.bfloat16, precision="bfloat16"
     )
-    found = PagedDecoder(decoder, backend=TritonPagedAttention, device="cuda").run("a", prompt).double().cpu()
-    error = float((found - expected.double()).norm() / expected.double().norm())
-    print(f"{name}: relative error of the logits {error:.4f}")
-    assert error <= 1e-2
+    ours = PagedDecoder(decoder, backend=TritonPagedAttention, device="cuda")
+    theirs = reference.to("cuda", torch.bfloat16)
+    our_error = their_error = 0.0
+    for seed in range(8):
+        prompt = random_tokens(27, seed=seed)
+        expected = exact.run(f"{seed}", prompt)
+        our_error += relative_error(ours.run(f"{seed}", prompt), expected)
+        with torch.no_grad():
+            their_error += relative_error(theirs(torch.tensor([prompt], device="cuda")).logits[0], expected)
+    print(f"{name}: relative error of the logits, summed over 8: {our_error:.4f}, transformers {their_error:.4f}")
+    assert our_error <= 1.05 * their_error
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    expected = expected.double().cpu()
+    return float((found.double().cpu() - expected).norm() / expected.norm())

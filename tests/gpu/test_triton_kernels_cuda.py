@@ -107,8 +107,9 @@ def test_a_captured_decode_follows_its_lengths() -> None:
         exact = ReferenceAttention([LLAMA], [batch.pool.float()])
         exact.prepare(replace(batch.step, context_lens=[max(context, 1) for context in contexts]))
         expected = exact.run(batch.q.float(), batch.k.float(), batch.v.float(), 0)
-        expected[[context == 0 for context in contexts]] = 0.0
-        assert relative_error(out, expected) < 1e-2
+        runs = torch.tensor(contexts, device="cuda") > 0
+        assert relative_error(out[runs], expected[runs]) < 1e-2
+        assert bool(out[~runs].isnan().all())  # others' rows are left alone
 
 
 def test_the_same_launch_gives_the_same_bits() -> None:

@@ -5,8 +5,10 @@ takes the smallest that holds it; the rest of its rows are the scratch row. Only
 a draw from its whole distribution. Rows and positions go in as one copy, tokens come out as one.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,7 +41,7 @@ def capture(body: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> tupl
     """
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), _no_collection():
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             output = body()
@@ -47,6 +49,18 @@ def capture(body: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> tupl
             graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
     return graph, output
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect no garbage meanwhile: letting go of pinned memory or of another graph would spoil a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class DecodeGraphs:
