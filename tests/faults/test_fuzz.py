@@ -9,6 +9,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from penstock.protocol.block_events import BLOCK_EVENTS_PATH
 from tests.unit.server.conftest import MODEL, running_service
 
 SHORT, LONG = 60, 5000
@@ -103,7 +104,8 @@ def document() -> dict:
     return asyncio.run(read())
 
 
-schema = schemathesis.openapi.from_dict(document())
+# Without the one stream that has no end; tests/unit/server/test_block_events.py reads its beginning.
+schema = schemathesis.openapi.from_dict(document()).exclude(path=BLOCK_EVENTS_PATH)
 
 
 def check_case(case):
