@@ -38,7 +38,10 @@ class Int8Format(WeightFormat):
 
     def pack(self, parts: list[StoredTensor], device: torch.device, dtype: torch.dtype) -> Int8Weight:
         if vnni_supported():
-            return Int8Weight(VnniGemm(_dense(parts)))
+            weight = _dense(parts)
+            # What goes into a matrix that makes rows shorter, the way down from a gated layer, has the longest tails:
+            # rounding it coarsely costs half of all that is lost.
+            return Int8Weight(VnniGemm(weight, fine=weight.shape[1] > weight.shape[0]))
         return Int8Weight(int8_gemm(parts, keep_packed=True))
 
 
