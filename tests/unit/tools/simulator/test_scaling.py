@@ -38,7 +38,7 @@ def burst(*parts):
     return Workload(name="burst", requests=tuple(requests))
 
 
-LOAD = burst((4, 8), (7, 30), (6, 4))
+LOAD = burst((4, 8), (7, 27), (6, 4))
 
 
 @pytest.fixture(scope="module")
