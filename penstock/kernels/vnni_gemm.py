@@ -73,6 +73,7 @@ class VnniGemm:
         rests = levels[num_rows:, : self.in_features]
         torch.sub(places, places.round(), out=rests).mul_(_LEVELS).add_(_MIDDLE)
         places.round_()
+        coarse: Tensor
         coarse, rest = self._kernel(levels, self._packed, False).split(num_rows)
         shifts.add_(_MIDDLE / _LEVELS)
         return coarse.add_(rest, alpha=1 / _LEVELS).addcmul_(shifts, self._sums, value=-1.0).mul_(steps)

@@ -1,6 +1,6 @@
 """A real `penstock serve` beside an actor: started on a free port, asked how it is, drained.
 
-It ends with the actor's process, whatever ends that (`penstock.deploy.leash`). Knows nothing of Ray.
+It ends with the actor's process, whatever ends that (`penstock.leash`). Knows nothing of Ray.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class LeashedServer:
         port = _free_port(host)
         command = [sys.executable, "-m", "penstock", "serve", *arguments, "--host", host, "--port", str(port)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.deploy.leash", *command],
+            [sys.executable, "-m", "penstock.leash", *command],
             stdin=subprocess.PIPE,
             env=environ,
             start_new_session=True,

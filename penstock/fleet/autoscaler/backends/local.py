@@ -1,8 +1,8 @@
 """Replicas that are processes of this machine: `penstock serve`, started and drained here.
 
 A replica joins the pool when it says that it is ready. One that is to go is sent nothing more, finishes what it has
-from this gateway, and then gets SIGTERM, at which it drains whatever others sent it. Knows nothing of how many there
-should be.
+from this gateway, and then gets SIGTERM, at which it drains whatever others sent it. None outlives the gateway,
+whatever ends that (`penstock.leash`). Knows nothing of how many there should be.
 """
 
 import asyncio
@@ -85,13 +85,21 @@ class LocalProcesses(ScaleBackend):
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
         port = _free_port()
-        command = [sys.executable, "-m", "penstock", "serve", *self._settings.serve, "--host", _HOST]
+        command = [
+            sys.executable,
+            "-m",
+            "penstock",
+            "serve",
+            *self._settings.serve,
+            "--host",
+            _HOST,
+            "--port",
+            str(port),
+        ]
         try:
             process = await asyncio.create_subprocess_exec(
-                *command,
-                "--port",
-                str(port),
-                stdin=asyncio.subprocess.DEVNULL,
+                *[sys.executable, "-m", "penstock.leash", *command],
+                stdin=asyncio.subprocess.PIPE,  # the leash: held, and never written to
                 stdout=asyncio.subprocess.DEVNULL,
                 env=environment,
                 # Ctrl-C in a terminal is the gateway's to handle: it drains first.

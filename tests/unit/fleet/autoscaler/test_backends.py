@@ -122,7 +122,8 @@ def started(monkeypatch):
     create = asyncio.create_subprocess_exec
 
     async def start(*command, env, **options):
-        seen.append((list(command[3:]), env))
+        assert command[:3] == (sys.executable, "-m", "penstock.leash")
+        seen.append((list(command[6:]), env))
         return await create(sys.executable, "-c", SERVER, command[-1], env=env, **options)
 
     monkeypatch.setattr(local.asyncio, "create_subprocess_exec", start)

@@ -24,7 +24,7 @@ def leash():
     started = []
 
     def start(program):
-        command = [sys.executable, "-m", "penstock.deploy.leash", sys.executable, "-c", program]
+        command = [sys.executable, "-m", "penstock.leash", sys.executable, "-c", program]
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )

@@ -1,4 +1,4 @@
-"""Runs a command for as long as whoever started it lives: `python -m penstock.deploy.leash COMMAND …`.
+"""Runs a command for as long as whoever started it lives: `python -m penstock.leash COMMAND …`.
 
 Standard input is the leash, a pipe that the owner holds and never writes to. When it ends the owner is gone, and what
 it had, such as a GPU, may be given to another at once: the command and everything it started is killed. Signals to
