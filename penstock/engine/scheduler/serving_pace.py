@@ -84,9 +84,12 @@ class ServingPace(Pace):
         ]
         if limited:
             return self._room(limited)
-        num_prompt_tokens = sum([remaining for _, remaining in ready if remaining > 1])
-        num_prompt_tokens += sum([request.remaining for request in waiting])
-        return self.comfortable_seconds(decode_shape(ready), num_prompt_tokens)
+        prompts = [request for request, remaining in ready if remaining > 1]
+        prompts.extend(waiting)
+        # Who was promised a time was promised it with short steps.
+        is_promised = any([request.targets.ttft_seconds or request.deadline for request in prompts])
+        num_tokens = 0 if is_promised else sum([request.remaining for request in prompts])
+        return self.comfortable_seconds(decode_shape(ready), num_tokens)
 
     def steady_step(self, shape: StepShape, time_per_token: float | None, context: int = 0) -> tuple[int, float]:
         """Return how many prompt tokens run in a step beside `shape` while prompts wait, and how long it takes.
