@@ -282,3 +282,20 @@ def test_small_steps_are_not_cut_further():
     clock = VirtualClock()
     pace = ServingPace(StepTimes(CostModel(), clock), 256, clock)
     assert pace.step_tokens([], []) == 256
+
+
+def longest_step(count, **terms):
+    """The most prompt tokens of a step while `count` requests of 1,024 tokens came at once."""
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    engine.run([request(f"{index}", 0.0, prompt=1024, answer=16, **terms) for index in range(count)])
+    # The first step has nobody to wait for it.
+    return max(shape.prompt_tokens for shape in engine.runner.shapes[1:])
+
+
+def test_a_long_queue_makes_steps_longer_where_callers_have_no_names():
+    assert longest_step(200) > 2 * longest_step(4)
+
+
+@pytest.mark.parametrize("terms", [{"tenant": "a"}, {"targets": Targets(ttft_seconds=30.0)}])
+def test_but_not_where_others_may_come_or_a_time_was_promised(terms):
+    assert longest_step(200, **terms) < 1.5 * longest_step(4, **terms)
