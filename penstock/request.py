@@ -79,7 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_range("min_p", self.min_p, 0.0, 1.0)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
         if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_COUNT:
             raise InvalidParameter("max_tokens", self.max_tokens, f"give an integer from 1 to {MAX_COUNT}")
         if not 0 <= self.min_tokens <= MAX_COUNT:

@@ -14,6 +14,9 @@ from penstock.request import MAX_PRIORITY, NO_TARGETS, Targets
 
 # Whom requests count for where no keys are used.
 OPEN_TENANT = "open"
+
+# Of a tenant's share of a busy engine. What is served is counted in parts of it, so it must not be any number.
+LEAST_WEIGHT, LARGEST_WEIGHT = 0.001, 1000.0
 # Whom a gateway's copies of requests count for, which it marks with this header: no key can have this name.
 SHADOW_TENANT = "(shadow)"
 SHADOW_HEADER = "x-penstock-shadow"
@@ -107,10 +110,15 @@ def check_name(name: Any) -> str | None:
     return "needs a name of up to 64 letters, digits, '.', '_' or '-'"
 
 
+def check_weight(weight: float) -> None:
+    """Raise InvalidParameter for a weight with which shares could not be told apart."""
+    if not LEAST_WEIGHT <= weight <= LARGEST_WEIGHT:
+        raise InvalidParameter("weight", weight, f"give a number from {LEAST_WEIGHT:g} to {LARGEST_WEIGHT:g}")
+
+
 def check_terms(terms: KeyTerms) -> None:
     """Raise InvalidParameter for the first of terms of the right types that cannot be kept."""
-    if not math.isfinite(terms.weight) or terms.weight <= 0:
-        raise InvalidParameter("weight", terms.weight, "give a number over 0")
+    check_weight(terms.weight)
     if terms.priority is not None and abs(terms.priority) > MAX_PRIORITY:
         raise InvalidParameter("priority", terms.priority, f"give an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}")
     if terms.models is not None and not terms.models:
@@ -119,7 +127,7 @@ def check_terms(terms: KeyTerms) -> None:
         for field in struct.__struct_fields__:
             value = getattr(struct, field)
             if value is not None and not (math.isfinite(value) and 0 < value < 2**53):
-                raise InvalidParameter(f"{group}.{field}", value, "give a number over 0")
+                raise InvalidParameter(f"{group}.{field}", value, "give a number over 0 and under 2**53")
 
 
 def read_terms(document: dict[str, Any]) -> KeyTerms:

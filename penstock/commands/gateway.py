@@ -75,6 +75,8 @@ async def _serve(config: ServerConfig, fleet: FleetConfig, listener: socket.sock
         counts=counts,
         max_body_bytes=config.max_body_bytes,
         rollout_book=RolloutStore(database) if database is not None else None,
+        # Replicas that are started here keep the same limits and books, unless they are told otherwise.
+        replica_environment={"PENSTOCK_STORE": config.store or "none"},
     )
     try:
         await gateway.start(listener, admin, drain_seconds=config.drain_seconds)

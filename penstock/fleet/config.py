@@ -3,11 +3,15 @@
 As `fleet.fleet_file` reads it; frozen. Knows nothing of how any of it is done.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from penstock.fleet.rollout.plan import DEFAULT_VERSION, RolloutSection
+
+# A day at most, so that no number is one that clocks cannot add.
+Seconds = Annotated[float, msgspec.Meta(gt=0.0, le=86400.0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class ReplicaEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,7 +32,7 @@ class DnsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kind: str = "penstock"
     version: str = DEFAULT_VERSION
     key_file: str | None = None  # as a ReplicaEntry's
-    refresh_seconds: float = 5.0
+    refresh_seconds: Seconds = 5.0
 
 
 class KubernetesSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +44,7 @@ class KubernetesSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     kind: str = "penstock"
     version: str = DEFAULT_VERSION
     key_file: str | None = None  # as a ReplicaEntry's
-    refresh_seconds: float = 2.0
+    refresh_seconds: Seconds = 2.0
 
 
 class RaySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,34 +53,34 @@ class RaySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     address: str = "auto"  # the cluster's; auto: the one in RAY_ADDRESS, or on this machine
     application: str = "penstock"
     key_file: str | None = None  # as a replica's
-    refresh_seconds: float = 1.0
+    refresh_seconds: Seconds = 1.0
 
 
 class DiscoverySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dns: tuple[DnsSection, ...] = ()
     kubernetes: tuple[KubernetesSection, ...] = ()
     ray: tuple[RaySection, ...] = ()
-    lease_seconds: float = 15.0  # how long a replica that registered itself stays without a heartbeat
+    lease_seconds: Seconds = 15.0  # how long a replica that registered itself stays without a heartbeat
 
 
 class HealthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """When a replica is trusted."""
 
-    probe_seconds: float = 1.0
-    probe_timeout_seconds: float = 2.0
-    failures_to_eject: int = 3  # in a row; a refused connection ejects at once
-    first_backoff_seconds: float = 0.5
-    max_backoff_seconds: float = 30.0
-    connect_seconds: float = 2.0
-    silence_seconds: float = 300.0  # without a byte from a replica: it is given up
+    probe_seconds: Seconds = 1.0
+    probe_timeout_seconds: Seconds = 2.0
+    failures_to_eject: Count = 3  # in a row; a refused connection ejects at once
+    first_backoff_seconds: Seconds = 0.5
+    max_backoff_seconds: Seconds = 30.0
+    connect_seconds: Seconds = 2.0
+    silence_seconds: Seconds = 300.0  # without a byte from a replica: it is given up
 
 
 class QueueSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What happens while every replica is full, or there is none."""
 
-    max_waiting_per_tenant: int = 128
-    max_wait_seconds: float = 30.0  # for a place on a full replica, then 429
-    hold_seconds: float = 10.0  # for a first replica to appear, then 503
+    max_waiting_per_tenant: Count = 128
+    max_wait_seconds: Seconds = 30.0  # for a place on a full replica, then 429
+    hold_seconds: Seconds = 10.0  # for a first replica to appear, then 503
 
 
 class ModelSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 import logging
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import msgspec
@@ -61,9 +61,11 @@ class Gateway:
         max_body_bytes: int = 8 * 1024 * 1024,
         limits: ConnectionLimits | None = None,
         rollout_book: RolloutBook | None = None,
+        replica_environment: Mapping[str, str] | None = None,
     ) -> None:
         """`meter` counts what goes to servers that do not count themselves, and `counts` is what it tells of that."""
         self._config = config
+        self._replica_environment = replica_environment or {}
         self.pool = ReplicaPool(config.health, default_key_file=config.key_file)
         self._session = new_session(config.health)
         split = VersionSplit(config.rollouts)
@@ -147,7 +149,7 @@ class Gateway:
         return Autoscaler(
             model,
             section,
-            kind(settings, BackendContext(model, self.pool, self._session)),
+            kind(settings, BackendContext(model, self.pool, self._session, self._replica_environment)),
             self.pool,
             num_held=lambda: dispatcher.num_waiting_for(model),
             on_change=dispatcher.call_waiting,

@@ -91,7 +91,9 @@ class Admission:
         # A request that is alone does not decode beside its own prompt: no time per token makes its steps shorter.
         paced_by = tightest if decoding or ahead.requests else None
         chunk, step_seconds = self._pace.steady_step(shape, paced_by, context)
-        wait = max(0.0, self._times.free_at(now) - now) + self._wait_for_place(request, load, ahead, step_seconds)
+        # Steps that run prompts are counted with those; until rows end, the others only decode.
+        decode_seconds = self._times.model.seconds(shape)
+        wait = max(0.0, self._times.free_at(now) - now) + self._wait_for_place(request, load, ahead, decode_seconds)
         prefill = self._prefill_seconds(num_tokens, chunk, step_seconds, shape)
         after = StepShape(rows_after, int(rows_after * mean_context))
         return Forecast(

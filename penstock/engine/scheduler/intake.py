@@ -3,6 +3,7 @@
 from penstock.engine.messages import Submit
 from penstock.errors import ContextTooLong, InvalidParameter
 from penstock.request import MAX_PRIORITY
+from penstock.tenants import check_weight
 
 
 def check_submit(submit: Submit, *, max_context_tokens: int, vocab_size: int) -> None:
@@ -21,5 +22,4 @@ def check_submit(submit: Submit, *, max_context_tokens: int, vocab_size: int) ->
     if not -MAX_PRIORITY <= submit.priority <= MAX_PRIORITY:
         right = f"give an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}"
         raise InvalidParameter("priority", submit.priority, right)
-    if not 0.0 < submit.weight < float("inf"):
-        raise InvalidParameter("weight", submit.weight, "give a number over 0")
+    check_weight(submit.weight)

@@ -319,3 +319,15 @@ def test_most_steps_are_no_longer_than_a_promise_allows():
     engine = VirtualEngine(known=H200_LLAMA_8B)
     engine.run(poisson(34, 400))
     assert percentile(map(H200_LLAMA_8B.seconds, engine.runner.shapes), 0.95) <= 0.030
+
+
+def test_a_wait_for_a_row_is_foreseen_by_steps_that_only_decode():
+    engine = VirtualEngine(known=H200_LLAMA_8B, max_running=2)
+    running = [engine.submit(request(f"long{index}", prompt=64, answer=1000)) for index in range(2)]
+    engine.run([], until=0.2)
+    asked = request("asked", engine.clock.now, prompt=64, answer=5, targets=Targets(ttft_seconds=0.3))
+    refused = engine.submit(asked)
+    assert refused.last is not None and refused.last.retry_after_seconds is not None
+    engine.run([])
+    free = min(outcome.token_times[-1] for outcome in running) - asked.arrival
+    assert free * 0.8 <= refused.last.retry_after_seconds <= free * 1.2

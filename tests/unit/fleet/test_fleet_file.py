@@ -96,3 +96,14 @@ def test_a_model_that_is_autoscaled_is_declared(tmp_path):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_fleet(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[health]\nprobe_seconds = -1", "[health]\nprobe_seconds = nan", "[queue]\nmax_waiting_per_tenant = 0"],
+)
+def test_numbers_that_no_clock_or_queue_could_use_are_refused(tmp_path, text):
+    file = tmp_path / "fleet.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError):
+        read_fleet(file)

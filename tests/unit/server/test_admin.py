@@ -110,7 +110,7 @@ async def test_a_wrong_target_is_named_with_its_value(admin):
     answer = await admin.post("/admin/keys", json={"name": "a", "targets": {"ttft_seconds": -1}})
     error = answer.json()["error"]
     assert error["param"] == "targets.ttft_seconds"
-    assert error["message"] == "targets.ttft_seconds: -1.0 is not usable; give a number over 0"
+    assert error["message"] == "targets.ttft_seconds: -1.0 is not usable; give a number over 0 and under 2**53"
 
 
 async def test_a_key_is_rotated_without_a_body(service, admin):

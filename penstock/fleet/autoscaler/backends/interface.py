@@ -4,8 +4,9 @@ Knows nothing of why. How replicas are found is discovery's business, unless the
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import aiohttp
@@ -21,6 +22,9 @@ class BackendContext:
     model: str
     pool: ReplicaPool  # for backends that start replicas at addresses that nobody else finds
     session: aiohttp.ClientSession
+    environment: Mapping[str, str] = field(
+        default_factory=lambda: MappingProxyType({})
+    )  # what servers that are started here get beside our own
 
 
 class ScaleBackend(ABC):

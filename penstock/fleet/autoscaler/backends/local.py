@@ -51,6 +51,7 @@ class LocalProcesses(ScaleBackend):
         self._settings = settings
         self._pool = context.pool
         self._session = context.session
+        self._environment = context.environment
         self._source = f"autoscaler:{context.model}"
         self._children: list[_Child] = []
         self._joining: set[asyncio.Task[None]] = set()
@@ -81,7 +82,7 @@ class LocalProcesses(ScaleBackend):
 
     async def _start(self) -> None:
         device = self._free_device()
-        environment = dict(os.environ)
+        environment = {**os.environ, **self._environment}
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
         port = _free_port()

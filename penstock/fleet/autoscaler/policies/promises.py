@@ -28,6 +28,8 @@ _LOWER, _RAISE = 0.02, 0.001
 _NEAR = 0.95
 # However much was missed: demand is at most so much more than what was done.
 _MOST_UNMET = 0.5
+# Less than this part of a replica is no reason for one.
+_NOTHING = 0.01
 
 
 class Promises(ScalePolicy):
@@ -42,7 +44,7 @@ class Promises(ScalePolicy):
         horizon = max(signals.start_seconds, 1.0)
         level, slope = self._line()
         forecast = level + min(slope * horizon, _MOST_RISE * level)
-        count = math.ceil(forecast / self._capacity - 1e-9)
+        count = math.ceil(forecast / self._capacity - _NOTHING)
         reason = f"forecast {forecast:.2f} replicas of work, each working {self._capacity:.0%} of its time"
         urgent, why = self._correction(signals, forecast, horizon)
         return Proposal(urgent, f"{why}; {reason}") if urgent > count else Proposal(count, reason)
@@ -51,7 +53,7 @@ class Promises(ScalePolicy):
         """What is needed now, whatever demand was before."""
         num_ready = signals.num_ready
         # A replica started now is there to clear, in as long as it took to start, what has queued up.
-        backlog = math.ceil((forecast + signals.backlog_seconds / horizon) / self._capacity - 1e-9)
+        backlog = math.ceil((forecast + signals.backlog_seconds / horizon) / self._capacity - _NOTHING)
         wanted = (backlog, f"a prompt would wait {signals.queue_seconds:.2f} s")
         if signals.num_held and num_ready == 0:
             wanted = max(wanted, (1, f"{signals.num_held} requests are held"))
