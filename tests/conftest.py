@@ -5,11 +5,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from sqlalchemy import create_engine
 
 from penstock.models import store
 from penstock.store.schema import metadata
 from tests.postgres_server import running_postgres
+
+# Before anything imports Triton, as transformers does: it chooses its interpreter once (tests/triton_device.py).
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")
