@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -235,29 +236,9 @@ class Proxy:
     async def _pass_stream(
         self, exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse, downstream: Downstream
     ) -> None:
-        """Pass a stream on as it comes. One that breaks ends with an error event, without [DONE]."""
-        try:
-            is_first = True
-            while data := await upstream.content.readany():
-                placement.replica.breaker.on_answer()
-                if is_first:
-                    is_first = False
-                    placement.note_first_byte(None, is_first_token=True)
-                await downstream.write(data)
-                if exchange.trial is not None:
-                    exchange.trial.feed(data)
-        except UPSTREAM_ERRORS as error:
-            if not downstream.was_slow:
-                note_failure(placement.replica, error)
-                if exchange.trial is not None:
-                    exchange.trial.fail()
-            await self._end_with_error(exchange, downstream, b"")
-            return
-        placement.replica.breaker.on_success()
-        if exchange.trial is not None:
-            exchange.trial.was_hindered = downstream.was_slow
-            exchange.trial.end()
-        await downstream.end()
+        """Pass a stream on as it comes."""
+        if await self._carry(exchange, placement, upstream, downstream, lambda data: data):
+            await downstream.end()
 
     async def _pass_counted(
         self, exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse, downstream: Downstream
@@ -265,13 +246,32 @@ class Proxy:
         """Pass a foreign server's stream on, and book what it cost before its end is passed on too."""
         reader = UsageReader(exchange.record, hides_usage=exchange.hides_usage)
         try:
-            is_first = True
+            is_whole = await self._carry(exchange, placement, upstream, downstream, reader.feed)
+        finally:
+            reader.note_cost()
+        if is_whole:
+            await self._settle(exchange)
+            if rest := reader.last_bytes():
+                await downstream.write(rest)
+            await downstream.end()
+
+    async def _carry(
+        self,
+        exchange: _Exchange,
+        placement: Placement,
+        upstream: aiohttp.ClientResponse,
+        downstream: Downstream,
+        sift: Callable[[bytes], bytes],
+    ) -> bool:
+        """Pass on what `sift` leaves of a stream, to its end. False: it broke, and ended with an error event."""
+        is_first = True
+        try:
             while data := await upstream.content.readany():
                 placement.replica.breaker.on_answer()
                 if is_first:
                     is_first = False
                     placement.note_first_byte(None, is_first_token=True)
-                if passed := reader.feed(data):
+                if passed := sift(data):
                     await downstream.write(passed)
                 if exchange.trial is not None:
                     exchange.trial.feed(data)
@@ -281,17 +281,12 @@ class Proxy:
                 if exchange.trial is not None:
                     exchange.trial.fail()
             await self._end_with_error(exchange, downstream, b"")
-            return
-        finally:
-            reader.note_cost()
+            return False
         placement.replica.breaker.on_success()
         if exchange.trial is not None:
             exchange.trial.was_hindered = downstream.was_slow
             exchange.trial.end()
-        await self._settle(exchange)
-        if rest := reader.last_bytes():
-            await downstream.write(rest)
-        await downstream.end()
+        return True
 
     async def _pass_frames(
         self, exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse, downstream: Downstream
