@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from sqlalchemy import create_engine
 
 from penstock.models import store
@@ -15,6 +16,11 @@ from tests.postgres_server import running_postgres
 # Before anything imports Triton, as transformers does: it chooses its interpreter once (tests/triton_device.py).
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# The same examples each time, so that a commit's result is the commit's. New ones: --hypothesis-profile=explore.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("explore", derandomize=False, print_blob=True)
+settings.load_profile("same")
 
 
 @pytest.fixture(scope="session")

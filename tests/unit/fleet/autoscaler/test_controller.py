@@ -113,7 +113,8 @@ def test_a_steady_load_settles_on_as_many_as_it_needs_and_stays(load, start, num
     for _ in range(150):
         fleet.second(load)
     settled = {decision.desired for decision in fleet.decisions[-30:]}
-    assert settled == {math.ceil(load / 0.75 - 1e-9)}
+    needed = load / 0.75  # of which a hundredth of a replica is no reason for another
+    assert settled in ({math.ceil(needed)}, {math.ceil(needed - 0.0101)})
     assert fleet.backlog < 0.01
 
 
