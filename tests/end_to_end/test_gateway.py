@@ -173,12 +173,11 @@ def test_a_killed_replica_is_ejected_and_comes_back(model):
 
 def test_killing_one_gateway_loses_its_own_open_connections_and_nothing_else(fleet):
     arguments = [part for server in fleet for part in ("--replica", server.url)]
-    body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 60, "ignore_eos": True, "stream": True}
+    body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "stream": True}
     with GatewayProcess(*arguments) as one, GatewayProcess(*arguments) as other, httpx.Client(timeout=60) as client:
-        streams = []
-        for gateway in (one, other):
-            url = f"{gateway.wait_ready().url}/v1/completions"
-            streams.append(client.send(client.build_request("POST", url, json=body), stream=True))
+        urls = [f"{gateway.wait_ready().url}/v1/completions" for gateway in (one, other)]
+        requests = [client.build_request("POST", url, json=body) for url in urls]
+        streams = [client.send(request, stream=True) for request in requests]
         cut, kept = (stream.iter_lines() for stream in streams)
         next(cut)
         next(kept)
