@@ -105,7 +105,7 @@ def engine_with_graphs(tiny):
 def answers(engine, prompts, **params):
     found = {str(index): [] for index in range(len(prompts))}
     for index, prompt in enumerate(prompts):
-        wanted = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, seed=index, **params)
+        wanted = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, seed=index, **params)
         engine.submit(Submit(request_id=str(index), prompt=prompt, params=wanted, arrival=time.monotonic()))
     while engine.has_work:
         for _, event in engine.step():
@@ -114,18 +114,18 @@ def answers(engine, prompts, **params):
     return list(found.values())
 
 
-PROMPTS = [[5, 9, 2], [7] * 20, [3, 1, 4, 1, 5, 9, 2, 6], [11], [90, 80, 70] * 9]
+PROMPTS = [[5, 9, 2], [7] * 20, [3, 1, 4, 1, 5, 9, 2, 6], [11], [90, 80] * 9]
 
 
 def test_they_draw_what_plain_steps_draw(tiny, captures):
     plain = answers(engine_of(tiny, max_running=ROWS, max_step_tokens=STEP_TOKENS, prefix_cache=False), PROMPTS)
     engine, _ = engine_with_graphs(tiny)
-    assert answers(engine, PROMPTS) == plain  # as they are, then captured
+    assert answers(engine, PROMPTS) == plain  # captured at their first use
     assert captures
     before = len(captures)
     assert answers(engine, PROMPTS) == plain  # replayed
     assert len(captures) <= before + 4
-    assert answers(engine, PROMPTS, logprobs=1) == plain
+    assert answers(engine, PROMPTS[:2], logprobs=1) == plain[:2]
     engine.runner.close()
 
 

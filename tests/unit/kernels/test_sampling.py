@@ -38,7 +38,7 @@ def plain_filter(logits, temperature, top_k, top_p, min_p):
     return result
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     temperature=st.sampled_from([0.3, 1.0, 2.0]),
