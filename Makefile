@@ -32,10 +32,10 @@ test: $(INSTALLED_TEST)
 	@PATH="$$(cd $(VENV)/bin && pwd):$$PATH" scripts/check
 
 test-slow: $(INSTALLED_TEST)
-	@exec $(VENV)/bin/python -m pytest -m slow
+	@exec $(VENV)/bin/python -m pytest -m slow --hypothesis-profile=explore
 
 faults: $(INSTALLED_TEST)
-	@exec $(VENV)/bin/python -m pytest tests/faults -m "faults or not faults" -s
+	@exec $(VENV)/bin/python -m pytest tests/faults -m "faults or not faults" --hypothesis-profile=explore -s
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
