@@ -153,6 +153,7 @@ class Gateway:
             self.pool,
             num_held=lambda: dispatcher.num_waiting_for(model),
             on_change=dispatcher.call_waiting,
+            on_trouble=lambda summary: dispatcher.note_trouble(model, summary),
         )
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from penstock.errors import RemoteError
-from penstock.fleet.autoscaler.backends.interface import ScaleBackend
+from penstock.fleet.autoscaler.backends.interface import ScaleBackend, Trouble
 from penstock.fleet.autoscaler.controller import Controller, ScaleDecision
 from penstock.fleet.autoscaler.policies.registry import SCALE_POLICIES
 from penstock.fleet.autoscaler.signals import FleetSignals, ReplicaView, SignalTracker
@@ -45,6 +45,7 @@ class Autoscaler:
         *,
         num_held: Callable[[], int],
         on_change: Callable[[], None],
+        on_trouble: Callable[[str | None], None],
     ) -> None:
         self.model = model
         self.section = section
@@ -53,11 +54,12 @@ class Autoscaler:
         self.num_falls = 0
         self.signals: FleetSignals | None = None
         self.decision: ScaleDecision | None = None
-        self.failure: str | None = None  # why the backend could not be asked, the last time
+        self.failure: str | None = None  # why the backend could not be asked, or why what it started does not come
         self._backend = backend
         self._pool = pool
         self._num_held = num_held  # requests in the gateway that wait for this model
         self._on_change = on_change  # other replicas take requests now
+        self._on_trouble = on_trouble  # is told why replicas do not come, as far as callers may know; None: they do
         self._controller = Controller(section, SCALE_POLICIES.load(section.policy)(section))
         self._tracker = SignalTracker(section.requests_per_replica)
         self._starts = StartTimes(section.start_seconds)
@@ -76,11 +78,16 @@ class Autoscaler:
             decision = self._decide(replicas, num_there)
             self._mark(replicas, decision.desired)
             await self._backend.scale_to(decision.total, self._leaving(replicas))
-            self.failure = None
+            trouble = self._backend.trouble
         except RemoteError as error:
-            if self.failure is None:
-                log_event(log, f"the fleet stays as it is: {error}", level=logging.ERROR, model=self.model)
-            self.failure = str(error)
+            trouble = Trouble("the autoscaler cannot have one started", str(error))
+        self._note(trouble)
+
+    def _note(self, trouble: Trouble | None) -> None:
+        if trouble is not None and self.failure is None:
+            log_event(log, f"the fleet stays as it is: {trouble}", level=logging.ERROR, model=self.model)
+        self.failure = str(trouble) if trouble is not None else None
+        self._on_trouble(trouble.summary if trouble is not None else None)
 
     async def close(self) -> None:
         await self._backend.close()

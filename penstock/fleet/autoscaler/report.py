@@ -25,7 +25,7 @@ class AutoscalerReport(msgspec.Struct, frozen=True, kw_only=True):
     active: int  # of these, those that should take requests
     proposed: int  # by the policy, before limits and cooldowns
     reason: str
-    failure: str | None  # why the backend could not be asked
+    failure: str | None  # why the backend could not be asked, or what the last start failed by
     signals: FleetSignals | None
     changes: list[ChangeReport]  # newest first
 

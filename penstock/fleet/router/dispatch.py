@@ -76,6 +76,7 @@ class Dispatcher:
         self._pool = pool
         self._split = split if split is not None else VersionSplit(config.rollouts)
         self._lanes: dict[str, _Lane] = {}
+        self._troubles: dict[str, str] = {}  # by model: why no replica of it comes
 
     @property
     def num_waiting(self) -> int:
@@ -146,6 +147,13 @@ class Dispatcher:
         for lane in self._lanes.values():
             lane.room.call_next()
 
+    def note_trouble(self, model: str, summary: str | None) -> None:
+        """Take why replicas of a model that were asked for do not come, for those who wait for one; None: they do."""
+        if summary is None:
+            self._troubles.pop(model, None)
+        else:
+            self._troubles[model] = summary
+
     def note_full(self, replica: Replica, seconds: float) -> None:
         """A replica refused a request for being full; look again when it said to."""
         replica.note_full(seconds)
@@ -184,6 +192,8 @@ class Dispatcher:
         if versions:
             wanted = self._split.versions_for(query)[-1]
             return f"no replica of version {wanted!r} of this model is ready, only of: {', '.join(versions)}"
+        if query.model in self._troubles:
+            return f"no replica of this model is ready: {self._troubles[query.model]}; the gateway's log says why"
         return "no replica of this model is ready; try again in a few seconds"
 
     def _may_come(self, model: str) -> bool:

@@ -27,6 +27,17 @@ class BackendContext:
     )  # what servers that are started here get beside our own
 
 
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Why replicas that were asked for do not come."""
+
+    summary: str  # for callers who wait for one: tells nothing of this machine
+    detail: str  # for operators
+
+    def __str__(self) -> str:
+        return f"{self.summary}: {self.detail}"
+
+
 class ScaleBackend(ABC):
     """One place where replicas of one model run.
 
@@ -36,6 +47,8 @@ class ScaleBackend(ABC):
 
     # What `[autoscaler.MODEL.backend]` holds beside `kind`; unknown fields are refused.
     Settings: ClassVar[type[msgspec.Struct]]
+
+    trouble: Trouble | None = None  # what the last start that failed failed by, until one goes well
 
     @abstractmethod
     def __init__(self, settings: Any, context: BackendContext) -> None:

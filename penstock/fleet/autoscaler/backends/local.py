@@ -2,7 +2,8 @@
 
 A replica joins the pool when it says that it is ready. One that is to go is sent nothing more, finishes what it has
 from this gateway, and then gets SIGTERM, at which it drains whatever others sent it. None outlives the gateway,
-whatever ends that (`penstock.leash`). Knows nothing of how many there should be.
+whatever ends that (`penstock.leash`). Where one ends before it was ever ready, the next are started one at a time, each
+after a longer pause, until one is. Knows nothing of how many there should be.
 """
 
 import asyncio
@@ -18,7 +19,8 @@ import aiohttp
 import msgspec
 
 from penstock.errors import RemoteError
-from penstock.fleet.autoscaler.backends.interface import BackendContext, ScaleBackend
+from penstock.fleet.autoscaler.backends.interface import BackendContext, ScaleBackend, Trouble
+from penstock.fleet.autoscaler.backends.last_words import LastWords
 from penstock.fleet.config import ReplicaEntry
 from penstock.fleet.replica import Replica
 from penstock.telemetry import log_event
@@ -26,6 +28,9 @@ from penstock.telemetry import log_event
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.05
 _READY_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+_FIRST_PAUSE_SECONDS = 1.0  # after a start that failed; doubled with each that follows
+_MAX_PAUSE_SECONDS = 60.0
+_SHOWN_LINES = 5  # of what a process said last
 
 log = logging.getLogger("penstock.autoscaler")
 
@@ -41,6 +46,7 @@ class _Child:
     process: asyncio.subprocess.Process
     url: str
     device: str | None
+    last_words: LastWords
     replica: Replica | None = None  # None until it is ready
 
 
@@ -57,14 +63,16 @@ class LocalProcesses(ScaleBackend):
         self._joining: set[asyncio.Task[None]] = set()
         self._draining: set[asyncio.Task[None]] = set()
         self._used_devices: set[str] = set()
+        self._num_failures = 0  # starts in a row that failed; those of one look count once
+        self._start_after = 0.0  # on the pool's clock
 
     async def count(self) -> int:
-        self._bury()
+        await self._bury()
         return len(self._children)
 
     async def scale_to(self, count: int, leave_first: Collection[str] = ()) -> None:
-        self._bury()
-        while len(self._children) < count:
+        await self._bury()
+        while len(self._children) < count and self._may_start():
             await self._start()
         if len(self._children) > count:
             order = {url: place for place, url in enumerate(leave_first)}
@@ -102,6 +110,7 @@ class LocalProcesses(ScaleBackend):
                 *[sys.executable, "-m", "penstock.leash", *command],
                 stdin=asyncio.subprocess.PIPE,  # the leash: held, and never written to
                 stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
                 env=environment,
                 # Ctrl-C in a terminal is the gateway's to handle: it drains first.
                 start_new_session=True,
@@ -110,7 +119,8 @@ class LocalProcesses(ScaleBackend):
             raise RemoteError(f"no process can be started ({error.strerror})") from error
         if device is not None:
             self._used_devices.add(device)
-        child = _Child(process, f"http://{_HOST}:{port}", device)
+        assert process.stderr is not None
+        child = _Child(process, f"http://{_HOST}:{port}", device, LastWords(process.stderr))
         self._children.append(child)
         _keep(self._joining, asyncio.create_task(self._join(child)))
         log_event(log, "replica started", replica=child.url, pid=process.pid)
@@ -122,6 +132,7 @@ class LocalProcesses(ScaleBackend):
         if child in self._children:
             entry = ReplicaEntry(url=child.url, key_file=self._settings.key_file)
             child.replica = self._pool.add(self._source, entry)
+            self._num_failures, self.trouble = 0, None
 
     async def _is_ready(self, child: _Child) -> bool:
         """Whether it is, or never will be."""
@@ -133,17 +144,40 @@ class LocalProcesses(ScaleBackend):
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False
 
-    def _bury(self) -> None:
-        """Forget those that ended by themselves."""
-        for child in [child for child in self._children if child.process.returncode is not None]:
+    def _may_start(self) -> bool:
+        """Whether another may be started now: after a failure only when no other is on its way, and not at once."""
+        if self._num_failures == 0:
+            return True
+        return self._pool.clock() >= self._start_after and all(child.replica for child in self._children)
+
+    async def _bury(self) -> None:
+        """Forget those that ended by themselves, and note what those said that were never ready."""
+        ended = [child for child in self._children if child.process.returncode is not None]
+        for child in ended:
             self._children.remove(child)
             self._forget(child)
+            await child.last_words.end()
+            lines, status = child.last_words.lines(_SHOWN_LINES), child.process.returncode
             log_event(
                 log,
-                f"replica ended by itself with status {child.process.returncode}",
+                f"replica ended by itself with status {status}",
                 level=logging.ERROR,
                 replica=child.url,
+                was_ready=child.replica is not None,
+                last_line=lines[-1] if lines else "",
             )
+            if child.replica is None:
+                summary = f"a server that was started ended with status {status} before it was ready"
+                self.trouble = Trouble(summary, "\n".join(lines) or "it said nothing")
+        if any(child.replica is None for child in ended):
+            self._pause()
+
+    def _pause(self) -> None:
+        """Start nothing for a while: longer, the more starts have failed in a row."""
+        seconds = min(_FIRST_PAUSE_SECONDS * 2**self._num_failures, _MAX_PAUSE_SECONDS)
+        self._num_failures = min(self._num_failures + 1, 32)
+        self._start_after = self._pool.clock() + seconds
+        log_event(log, f"the next replica is started after a pause of {seconds:g} s", level=logging.WARNING)
 
     def _drain(self, child: _Child) -> None:
         self._pool.remove(self._source, child.url)
@@ -157,6 +191,7 @@ class LocalProcesses(ScaleBackend):
         if child.process.returncode is None:
             child.process.send_signal(signal.SIGTERM)
         await child.process.wait()
+        await child.last_words.end()
         self._forget(child)
         log_event(log, "replica drained and ended", replica=child.url)
 

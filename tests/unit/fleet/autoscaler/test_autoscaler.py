@@ -5,6 +5,7 @@ import pytest
 from penstock.errors import RemoteError
 from penstock.fleet.adapters.interface import Load, ServedModel
 from penstock.fleet.autoscaler.autoscaler import Autoscaler
+from penstock.fleet.autoscaler.backends.interface import Trouble
 from penstock.fleet.autoscaler.report import report
 from penstock.fleet.config import HealthSection, ReplicaEntry
 from penstock.fleet.replica import ReplicaPool
@@ -24,9 +25,11 @@ class Scene:
         for _ in range(num_replicas):
             self.add()
         settings = section(policy="queue-length", requests_per_replica=10, scale_down_seconds=0.0, **fields)
+        self.told_callers = []
         self.autoscaler = Autoscaler(
-            "tiny", settings, self.backend, self.pool, num_held=lambda: self.num_held, on_change=self._call
-        )
+            "tiny", settings, self.backend, self.pool, num_held=lambda: self.num_held, on_change=self._call,
+            on_trouble=self.told_callers.append,
+        )  # fmt: skip
 
     def add(self):
         replica = self.pool.add("test", ReplicaEntry(url=f"http://replica-{len(self.pool)}:80"))
@@ -83,10 +86,21 @@ async def test_a_backend_that_fails_is_told_and_asked_again():
     scene = Scene(1)
     scene.backend.error = RemoteError("it is gone")
     await scene.autoscaler.step()
-    assert report(scene.autoscaler, scene.clock()).failure == "it is gone"
+    assert report(scene.autoscaler, scene.clock()).failure.endswith(": it is gone")
     scene.backend.error = None
     assert await scene.look(25) == (3, [])
     assert report(scene.autoscaler, scene.clock()).failure is None
+
+
+async def test_why_replicas_do_not_come_is_told_to_operators_and_in_short_to_callers():
+    scene = Scene(0)
+    scene.backend.trouble = Trouble("it ended with status 2", "no such model: /home/alice/model")
+    await scene.look()
+    assert report(scene.autoscaler, scene.clock()).failure == "it ended with status 2: no such model: /home/alice/model"
+    scene.backend.trouble = None
+    await scene.look()
+    assert report(scene.autoscaler, scene.clock()).failure is None
+    assert scene.told_callers == ["it ended with status 2", None]
 
 
 async def test_the_report_has_signals_the_number_and_every_change_with_its_reason():

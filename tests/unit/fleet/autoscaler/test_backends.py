@@ -17,6 +17,7 @@ from penstock.fleet.autoscaler.backends.kubernetes import KubernetesScale, Kuber
 from penstock.fleet.autoscaler.backends.local import LocalProcesses, LocalSettings
 from penstock.fleet.config import HealthSection, ReplicaEntry
 from penstock.fleet.replica import ReplicaPool
+from tests.unit.fleet.conftest import FakeClock
 
 PATH = "/apis/apps/v1/namespaces/models/deployments/penstock/scale"
 
@@ -207,6 +208,67 @@ async def test_a_process_that_died_is_replaced(processes, context):
     (after,) = context.pool
     assert after.url != child.url
     assert await backend.count() == 1
+
+
+@pytest.fixture
+def failing(monkeypatch, context):
+    """Have processes started that end at once, while a fake clock says what time it is."""
+    clock = context.pool.clock = FakeClock()
+    started, create = [], asyncio.create_subprocess_exec
+    words = "import sys; sys.exit('first\\n\\nno model is called tinny')"
+
+    async def start(*command, **options):
+        process = await create(sys.executable, "-c", words if clock.is_bad else SERVER, command[-1], **options)
+        started.append(process)
+        return process
+
+    clock.is_bad = True
+    monkeypatch.setattr(local.asyncio, "create_subprocess_exec", start)
+    return clock, started
+
+
+async def moments_of_starts(backend, clock, started, seconds, count=1):
+    """Let so many seconds pass, and return when something was started in them."""
+    moments = []
+    for _ in range(seconds):
+        before = len(started)
+        await backend.scale_to(count)
+        moments += [clock.now] * (len(started) - before)
+        await asyncio.gather(*[process.wait() for process in started if clock.is_bad])
+        clock.now += 1.0
+    return moments
+
+
+async def test_what_cannot_start_is_tried_again_after_ever_longer_pauses(context, failing):
+    clock, started = failing
+    backend = LocalProcesses(LocalSettings(serve=("tinny",)), context)
+    begin = clock.now
+    moments = await moments_of_starts(backend, clock, started, 200)
+    await backend.close()
+    # A failure is seen a second after its start, and then 1, 2, 4, … at most 60 seconds pass.
+    assert [moment - begin for moment in moments] == [0, 2, 5, 10, 19, 36, 69, 130, 191]
+
+
+async def test_what_a_process_said_before_it_ended_is_told(context, failing, capsys):
+    clock, started = failing
+    backend = LocalProcesses(LocalSettings(serve=("tinny",)), context)
+    await moments_of_starts(backend, clock, started, 2)
+    assert backend.trouble.summary == "a server that was started ended with status 1 before it was ready"
+    assert backend.trouble.detail == "first\nno model is called tinny"
+    assert "no model is called tinny\n" in capsys.readouterr().err  # whoever reads the gateway's sees it too
+    await backend.close()
+
+
+async def test_after_a_failure_one_is_tried_at_a_time_until_one_is_ready(context, failing):
+    clock, started = failing
+    backend = LocalProcesses(LocalSettings(serve=("tinny",)), context)
+    assert len(await moments_of_starts(backend, clock, started, 1, count=3)) == 3
+    clock.is_bad = False
+    assert len(await moments_of_starts(backend, clock, started, 4, count=3)) == 1
+    await until(lambda: len(context.pool) == 1)
+    assert backend.trouble is None
+    assert len(await moments_of_starts(backend, clock, started, 1, count=3)) == 2
+    await backend.close()
 
 
 async def test_each_process_has_a_device_of_its_own_while_there_are_some(processes, started):

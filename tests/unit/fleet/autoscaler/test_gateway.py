@@ -5,8 +5,9 @@ import hashlib
 import msgspec
 import pytest
 
+from penstock.fleet.autoscaler.backends.interface import Trouble
 from penstock.fleet.autoscaler.report import report
-from penstock.fleet.config import AutoscalerSection, ModelSection
+from penstock.fleet.config import AutoscalerSection, ModelSection, QueueSection
 from penstock.store.key_ring import KeyRing
 from penstock.tenants import ApiKey, KeyTerms
 from tests.fakes.fake_replica import FakeReplica
@@ -60,3 +61,17 @@ async def test_a_key_with_the_admins_rights_is_told_every_decision(model, status
 async def test_without_keys_the_public_port_tells_nothing_of_it(path):
     async with running_gateway(config=CONFIG) as running:
         assert (await running.client.get(f"{running.url}{path}")).status == 404
+
+
+async def test_a_held_request_is_told_that_replicas_do_not_start():
+    config = msgspec.structs.replace(CONFIG, queue=QueueSection(hold_seconds=0.05))
+    async with running_gateway(config=config) as running:
+        (autoscaler,) = running.gateway.autoscalers
+        autoscaler._backend.trouble = Trouble("a server ended with status 2", "/home/alice: no such folder")
+        await autoscaler.step()
+        body = {"model": "tiny", "prompt": "hello"}
+        response = await running.client.post(f"{running.url}/v1/completions", json=body)
+        assert response.status == 503
+        assert (await response.json())["error"]["message"] == (
+            "no replica of this model is ready: a server ended with status 2; the gateway's log says why"
+        )
