@@ -5,7 +5,7 @@ against a live server's. Knows nothing of where the rules are put.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Rule = dict[str, Any]
 
@@ -22,6 +22,7 @@ class Watched:
     name: str  # jobs are NAME-server and NAME-gateway; no other deployment that the same Prometheus sees has it
     objective: float
     slow_ttft_seconds: float  # one of the bounds of penstock_time_to_first_token_seconds
+    may_sleep: bool = False  # there may be no server while nobody asks
 
     @property
     def server_job(self) -> str:
@@ -30,6 +31,100 @@ class Watched:
     @property
     def gateway_job(self) -> str:
         return f'job="{self.name}-gateway"'
+
+
+class _Alert(NamedTuple):
+    """Something to look at. SERVER, GATEWAY and SLOW stand for the selectors of both jobs and for a slow first token."""
+
+    name: str
+    severity: str
+    pending: str  # how long it must have been so; "": not at all
+    expr: str
+    summary: str
+    description: str
+
+
+_SERVER_ALERTS = (
+    _Alert(
+        "PenstockServerDown", "critical", "2m", "up{SERVER} == 0",
+        "A server cannot be scraped",
+        "{{ $labels.instance }} does not answer /metrics, or refuses the key it is asked with.",
+    ),
+    _Alert(
+        "PenstockEngineDown", "critical", "5m", "penstock_engine_up{SERVER} == 0",
+        "An engine is not up",
+        "{{ $labels.instance }} answers, but its engine starts, restarts or is gone.",
+    ),
+    _Alert(
+        "PenstockCacheCorrupted", "critical", "", "increase(penstock_canary_failures_total{SERVER}[15m]) > 0",
+        "KV blocks changed though nobody wrote to them",
+        "{{ $labels.instance }} emptied its prefix cache. Faulty memory, or a bug: take it away.",
+    ),
+    _Alert(
+        "PenstockCacheFull", "warning", "10m",
+        "penstock_kv_cache_utilization{SERVER} > 0.95 and rate(penstock_preemptions_total{SERVER}[10m]) > 0",
+        "A KV cache is full and requests are preempted",
+        "{{ $labels.instance }} needs more KV memory, fewer requests at once, or another replica.",
+    ),
+    _Alert(
+        "PenstockQueueLong", "warning", "10m",
+        "histogram_quantile(0.95, sum by (le) (rate(penstock_queue_seconds_bucket{SERVER}[10m]))) > SLOW",
+        "Requests wait longer for their first step than a first token may take",
+        "The slowest 5 % wait {{ $value | humanizeDuration }}: more replicas are needed.",
+    ),
+    _Alert(
+        "PenstockRefusesRequests", "warning", "10m",
+        "sum(rate(penstock_refused_requests_total{SERVER}[10m]))"
+        " > 0.05 * sum(rate(penstock_queue_seconds_count{SERVER}[10m]))",
+        "More than one request in twenty is refused",
+        "Queues are full, or targets cannot be met: more replicas are needed.",
+    ),
+    _Alert(
+        "PenstockStoreFails", "warning", "5m", "increase(penstock_store_failures_total{SERVER}[10m]) > 0",
+        "The store does not take usage",
+        "{{ $labels.instance }} keeps it in memory and tries again; tenants with limits get 503.",
+    ),
+)  # fmt: skip
+
+# Only where there should always be one: a fleet at zero is not seen either.
+_NO_SERVERS = _Alert(
+    "PenstockNoServers", "warning", "10m", "absent(penstock_engine_up{SERVER})",
+    "No server has been seen for ten minutes",
+    "Nothing is served.",
+)  # fmt: skip
+
+_GATEWAY_ALERTS = (
+    _Alert(
+        "PenstockGatewayDown", "critical", "2m", "up{GATEWAY} == 0",
+        "A gateway cannot be scraped",
+        "{{ $labels.instance }} does not answer /metrics, or refuses the key it is asked with.",
+    ),
+    _Alert(
+        # A replica on trial takes requests. Where none is known the fleet may be meant to be at zero: then callers tell.
+        "PenstockNoReplicaReady", "critical", "1m",
+        'sum by (instance) (penstock_gateway_replicas{GATEWAY, standing=~"ready|trial"}) == 0 and on (instance) ('
+        "sum by (instance) (penstock_gateway_replicas{GATEWAY}) > 0 or "
+        'sum by (instance) (increase(penstock_gateway_requests_total{GATEWAY, status="503"}[5m])) > 0)',
+        "A gateway has no replica that takes requests",
+        "{{ $labels.instance }} knows replicas of which none is ready, or refuses callers because it knows none.",
+    ),
+    _Alert(
+        "PenstockReplicaEjected", "warning", "", "delta(penstock_gateway_replica_ejections{GATEWAY}[15m]) >= 3",
+        "A replica is ejected again and again",
+        "{{ $labels.replica }} fails requests or probes; its own log says why.",
+    ),
+    _Alert(
+        "PenstockStreamsLost", "warning", "",
+        'sum(increase(penstock_gateway_resumptions_total{GATEWAY, outcome="lost"}[10m])) > 0',
+        "Streams ended in the middle",
+        "Their replica died and no other could go on with them.",
+    ),
+    _Alert(
+        "PenstockGatewayQueueLong", "warning", "10m", "sum(penstock_gateway_waiting_requests{GATEWAY}) > 0",
+        "Requests have waited in the gateway for ten minutes on end",
+        "Every replica is full, or none comes: more are needed.",
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +141,12 @@ class _Indicator:
 def groups(watched: Watched) -> list[dict[str, Any]]:
     """Return the groups of rules, as a rule file has them."""
     indicators = _indicators(watched)
+    server_alerts = _SERVER_ALERTS if watched.may_sleep else (*_SERVER_ALERTS, _NO_SERVERS)
     return [
         {"name": f"{watched.name}-indicators", "interval": "30s", "rules": _recordings(indicators, watched.name)},
         {"name": f"{watched.name}-burn-rates", "rules": _burn_alerts(indicators, watched)},
-        {"name": f"{watched.name}-servers", "rules": _server_alerts(watched)},
-        {"name": f"{watched.name}-gateways", "rules": _gateway_alerts(watched)},
+        {"name": f"{watched.name}-servers", "rules": [_rule(alert, watched) for alert in server_alerts]},
+        {"name": f"{watched.name}-gateways", "rules": [_rule(alert, watched) for alert in _GATEWAY_ALERTS]},
     ]
 
 
@@ -114,125 +210,35 @@ def _recordings(indicators: list[_Indicator], deployment: str) -> list[Rule]:
 
 
 def _burn_alerts(indicators: list[_Indicator], watched: Watched) -> list[Rule]:
-    rules, objective, ours = [], watched.objective, f'{{deployment="{watched.name}"}}'
+    rules: list[Rule] = []
+    objective, ours = watched.objective, f'{{deployment="{watched.name}"}}'
     for item in indicators:
         for long, short, factor, severity in _BURNS:
             limit = f"{factor * (1 - objective):.6g}"
             ratio = f"{item.name}:ratio_rate"
-            rules.append(
-                _alert(
-                    item.alert,
-                    f"{ratio}{long}{ours} > {limit} and {ratio}{short}{ours} > {limit}",
-                    severity=severity,
-                    window=long,
-                    summary=f"{item.summary}: {factor:g} times more than {objective:.4g} of requests allows",
-                    description=f"{{{{ $value | humanizePercentage }}}} over the last {long}, and still over {short}.",
-                )
+            alert = _Alert(
+                item.alert,
+                severity,
+                "",
+                f"{ratio}{long}{ours} > {limit} and {ratio}{short}{ours} > {limit}",
+                f"{item.summary}: {factor:g} times more than {objective:.4g} of requests allows",
+                f"{{{{ $value | humanizePercentage }}}} over the last {long}, and still over {short}.",
             )
+            rules.append(_rule(alert, watched, window=long))
     return rules
 
 
-def _server_alerts(watched: Watched) -> list[Rule]:
-    job = watched.server_job
-    return [
-        _alert(
-            "PenstockServerDown", f"up{{{job}}} == 0", pending="2m", severity="critical",
-            summary="A server cannot be scraped",
-            description="{{ $labels.instance }} does not answer /metrics, or refuses the key it is asked with.",
-        ),
-        _alert(
-            "PenstockEngineDown", f"penstock_engine_up{{{job}}} == 0", pending="5m", severity="critical",
-            summary="An engine is not up",
-            description="{{ $labels.instance }} answers, but its engine starts, restarts or is gone.",
-        ),
-        _alert(
-            "PenstockNoServers", f"absent(penstock_engine_up{{{job}}})", pending="10m", severity="warning",
-            summary="No server has been seen for ten minutes",
-            description="Unless the fleet is scaled to zero, nothing is served.",
-        ),
-        _alert(
-            "PenstockCacheCorrupted", f"increase(penstock_canary_failures_total{{{job}}}[15m]) > 0",
-            severity="critical",
-            summary="KV blocks changed though nobody wrote to them",
-            description="{{ $labels.instance }} emptied its prefix cache. Faulty memory, or a bug: take it away.",
-        ),
-        _alert(
-            "PenstockCacheFull",
-            f"penstock_kv_cache_utilization{{{job}}} > 0.95 and rate(penstock_preemptions_total{{{job}}}[10m]) > 0",
-            pending="10m", severity="warning",
-            summary="A KV cache is full and requests are preempted",
-            description="{{ $labels.instance }} needs more KV memory, fewer requests at once, or another replica.",
-        ),
-        _alert(
-            "PenstockQueueLong",
-            f"histogram_quantile(0.95, sum by (le) (rate(penstock_queue_seconds_bucket{{{job}}}[10m])))"
-            f" > {watched.slow_ttft_seconds:g}",
-            pending="10m", severity="warning",
-            summary="Requests wait longer for their first step than a first token may take",
-            description="The slowest 5 % wait {{ $value | humanizeDuration }}: more replicas are needed.",
-        ),
-        _alert(
-            "PenstockRefusesRequests",
-            f"sum(rate(penstock_refused_requests_total{{{job}}}[10m]))"
-            f" > 0.05 * sum(rate(penstock_queue_seconds_count{{{job}}}[10m]))",
-            pending="10m", severity="warning",
-            summary="More than one request in twenty is refused",
-            description="Queues are full, or targets cannot be met: more replicas are needed.",
-        ),
-        _alert(
-            "PenstockStoreFails", f"increase(penstock_store_failures_total{{{job}}}[10m]) > 0",
-            pending="5m", severity="warning",
-            summary="The store does not take usage",
-            description="{{ $labels.instance }} keeps it in memory and tries again; tenants with limits get 503.",
-        ),
-    ]  # fmt: skip
-
-
-def _gateway_alerts(watched: Watched) -> list[Rule]:
-    job = watched.gateway_job
-    return [
-        _alert(
-            "PenstockGatewayDown", f"up{{{job}}} == 0", pending="2m", severity="critical",
-            summary="A gateway cannot be scraped",
-            description="{{ $labels.instance }} does not answer /metrics, or refuses the key it is asked with.",
-        ),
-        _alert(
-            "PenstockNoReplicaReady",
-            f'sum by (instance) (penstock_gateway_replicas{{{job}, standing="ready"}}) == 0',
-            pending="1m", severity="critical",
-            summary="A gateway has no ready replica",
-            description="{{ $labels.instance }} holds requests for a while, then answers 503.",
-        ),
-        _alert(
-            "PenstockReplicaEjected",
-            f"delta(penstock_gateway_replica_ejections{{{job}}}[15m]) >= 3",
-            severity="warning",
-            summary="A replica is ejected again and again",
-            description="{{ $labels.replica }} fails requests or probes; its own log says why.",
-        ),
-        _alert(
-            "PenstockStreamsLost",
-            f'sum(increase(penstock_gateway_resumptions_total{{{job}, outcome="lost"}}[10m])) > 0',
-            severity="warning",
-            summary="Streams ended in the middle",
-            description="Their replica died and no other could go on with them.",
-        ),
-        _alert(
-            "PenstockGatewayQueueLong", f"sum(penstock_gateway_waiting_requests{{{job}}}) > 0",
-            pending="10m", severity="warning",
-            summary="Requests have waited in the gateway for ten minutes on end",
-            description="Every replica is full: more are needed.",
-        ),
-    ]  # fmt: skip
-
-
-def _alert(
-    name: str, expr: str, *, severity: str, summary: str, description: str, pending: str | None = None, window: str = ""
-) -> Rule:
+def _rule(alert: _Alert, watched: Watched, **labels: str) -> Rule:
+    expr = alert.expr
+    stands_for = {
+        "SERVER": watched.server_job, "GATEWAY": watched.gateway_job, "SLOW": f"{watched.slow_ttft_seconds:g}",
+    }  # fmt: skip
+    for word, meaning in stands_for.items():
+        expr = expr.replace(word, meaning)
     return {
-        "alert": name,
+        "alert": alert.name,
         "expr": expr,
-        **({"for": pending} if pending else {}),
-        "labels": {"severity": severity, **({"window": window} if window else {})},
-        "annotations": {"summary": summary, "description": description},
+        **({"for": alert.pending} if alert.pending else {}),
+        "labels": {"severity": alert.severity, **labels},
+        "annotations": {"summary": alert.summary, "description": alert.description},
     }

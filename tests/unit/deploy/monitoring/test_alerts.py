@@ -23,9 +23,12 @@ HEALTHY = {
 }
 
 
-def fires(tmp_path: Path, series: dict[str, str], *alerts: str) -> bool:
+WATCHED = Watched("penstock", 0.99, 2.5)
+
+
+def fires(tmp_path: Path, series: dict[str, str], *alerts: str, watched: Watched = WATCHED) -> bool:
     """Whether any of the alerts fires over these series, which have a sample each minute, after 100 minutes."""
-    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": groups(Watched("penstock", 0.99, 2.5))}))
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": groups(watched)}))
     test: dict[str, Any] = {
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in series.items()],
@@ -40,13 +43,18 @@ def fires(tmp_path: Path, series: dict[str, str], *alerts: str) -> bool:
     return result.returncode != 0
 
 
-ALERTS = sorted(
-    {rule["alert"] for group in groups(Watched("p", 0.99, 2.5)) for rule in group["rules"] if "alert" in rule}
-)
+ALERTS = sorted({rule["alert"] for group in groups(WATCHED) for rule in group["rules"] if "alert" in rule})
 
 
 def test_nothing_fires_while_all_is_well(tmp_path):
     assert not fires(tmp_path, HEALTHY, *ALERTS)
+
+
+def replicas(**standings: str) -> dict[str, str]:
+    """How many there are, by standing; none of the others."""
+    names = ("unknown", "ready", "not_ready", "ejected", "trial")
+    name = f"penstock_gateway_replicas{{{GATEWAY}, standing="
+    return {f'{name}"{standing}"}}': standings.get(standing, "0+0x120") for standing in names}
 
 
 def bucket(name: str, bound: str, values: str) -> dict[str, str]:
@@ -67,7 +75,7 @@ TROUBLE = {
     "PenstockServerDown": {f"up{{{SERVER}}}": "0+0x120"},
     "PenstockGatewayDown": {f"up{{{GATEWAY}}}": "0+0x120"},
     "PenstockEngineDown": {f"penstock_engine_up{{{SERVER}}}": "0+0x120"},
-    "PenstockNoReplicaReady": {f'penstock_gateway_replicas{{{GATEWAY}, standing="ready"}}': "0+0x120"},
+    "PenstockNoReplicaReady": replicas(ejected="2+0x120"),
     "PenstockCacheCorrupted": {f"penstock_canary_failures_total{{{SERVER}}}": "0+1x120"},
     "PenstockCacheFull": {
         f"penstock_kv_cache_utilization{{{SERVER}}}": "0.99+0x120",
@@ -97,6 +105,30 @@ def test_it_fires_when_it_should(tmp_path, alert):
 def test_servers_that_are_gone_are_noticed(tmp_path):
     gone = {name: values for name, values in HEALTHY.items() if "server" not in name}
     assert fires(tmp_path, gone, "PenstockNoServers")
+
+
+def test_replicas_that_are_back_and_have_had_no_request_yet_are_no_trouble(tmp_path):
+    assert not fires(tmp_path, {**HEALTHY, **replicas(trial="2+0x120")}, "PenstockNoReplicaReady")
+
+
+SLEEPING = Watched("penstock", 0.99, 2.5, may_sleep=True)
+ASLEEP = {f"up{{{GATEWAY}}}": "1+0x120", **replicas()}
+
+
+def test_a_fleet_at_zero_is_no_trouble_while_nobody_is_refused(tmp_path):
+    woken = {f'{REQUESTS}{{{GATEWAY}, model="m", status="200"}}': "0+1x120"}
+    tried = [alert for alert in ALERTS if alert != "PenstockNoServers"]
+    assert not fires(tmp_path, {**ASLEEP, **woken}, *tried, watched=SLEEPING)
+
+
+def test_a_fleet_at_zero_that_does_not_wake_is_noticed(tmp_path):
+    refused = {f'{REQUESTS}{{{GATEWAY}, model="", status="503"}}': "0+1x120"}
+    assert fires(tmp_path, {**ASLEEP, **refused}, "PenstockNoReplicaReady", watched=SLEEPING)
+
+
+def test_only_a_fleet_that_may_be_at_zero_may_be_without_servers():
+    names = {rule.get("alert") for group in groups(SLEEPING) for rule in group["rules"]}
+    assert set(ALERTS) - names == {"PenstockNoServers"}
 
 
 def test_every_alert_is_tried():
