@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -89,6 +89,7 @@ class Fleet:
 
     def ask(self, client: httpx.Client, prompt: list[int], **fields: object) -> httpx.Response:
         body = {"model": self.model, "prompt": prompt, "max_tokens": 16, "ignore_eos": True, "temperature": 0}
+        body["logprobs"] = 3
         return client.post("/v1/completions", json={**body, "stream": True, **fields})
 
 
@@ -108,27 +109,32 @@ def write_weights(folder: Path) -> Path:
     return folder
 
 
-def corrupt(folder: Path, copy: Path) -> Path:
-    """Copy a model with some of its weights lost."""
+def changed(folder: Path, copy: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    """Copy a model with some of its weights changed."""
     copy.mkdir()
     for file in folder.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     weights = load_file(folder / "model.safetensors")
     name = next(name for name in weights if name.endswith("layers.1.mlp.down_proj.weight"))
-    weights[name] = torch.zeros_like(weights[name])
+    weights[name] = change(weights[name])
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
     return copy
 
 
 @pytest.fixture
 def real(tmp_path):
-    """A stable version on real weights, and one of which some are corrupted."""
+    """A stable version on real weights, and one of which some are lost."""
     good = write_weights(tmp_path / "good")
-    folders = {"stable": good, "corrupted": corrupt(good, tmp_path / "corrupted")}
+    with real_fleet(tmp_path, stable=good, corrupted=changed(good, tmp_path / "corrupted", torch.zeros_like)) as fleet:
+        yield fleet
+
+
+@contextmanager
+def real_fleet(folder: Path, **folders: Path) -> Iterator[Fleet]:
     options = ["--served-name", "real", "--device", "cpu", "--store", "none", "--threads", "1"]
     with ExitStack() as stack:
         replicas = {name: stack.enter_context(ServerProcess(str(folder), *options)) for name, folder in folders.items()}
-        yield Fleet(stack, tmp_path, "real", 20.0, replicas)
+        yield Fleet(stack, folder, "real", 20.0, replicas)
 
 
 def measures(rollout: dict) -> set[str]:
@@ -138,7 +144,7 @@ def measures(rollout: dict) -> set[str]:
 def test_corrupted_weights_are_rolled_back_before_a_caller_sees_them(real):
     rollout = real.roll_out("corrupted", num_callers=4)
     assert (rollout["status"], [step["step"] for step in rollout["history"]]) == ("rolled_back", ["shadow"])
-    assert measures(rollout) == {"tokens that differ"}
+    assert measures(rollout) == {"tokens that differ", "log-probability distance p50"}
     with httpx.Client(base_url=real.gateway.url, timeout=60) as client:
         routes = [real.ask(client, [9], user=str(number)).headers["x-penstock-route"] for number in range(8)]
     assert not any("version=" in route for route in routes)
@@ -150,6 +156,18 @@ def test_doubled_latency_is_rolled_back(tmp_path):
         assert (rollout["status"], [step["step"] for step in rollout["history"]]) == ("rolled_back", ["shadow"])
         assert measures(rollout) == {"time per token p50"}
         assert "**rolled back**: time per token p50" in fleet.command("status")
+
+
+@pytest.mark.slow
+def test_slightly_other_weights_are_promoted_and_their_distance_is_told(tmp_path):
+    good = write_weights(tmp_path / "good")
+    rounded = changed(good, tmp_path / "rounded", lambda weight: weight.to(torch.bfloat16).to(weight.dtype))
+    with real_fleet(tmp_path, stable=good, rounded=rounded) as fleet:
+        rollout = fleet.roll_out("rounded", num_callers=4)
+    assert rollout["status"] == "promoted", rollout
+    found = {item["measure"]: item for item in rollout["history"][0]["findings"]}
+    distance = found["log-probability distance p50"]
+    assert distance["verdict"] == "good" and 0 < distance["candidate"] < 0.1
 
 
 @pytest.mark.slow

@@ -34,7 +34,10 @@ class Watched:
 
 
 class _Alert(NamedTuple):
-    """Something to look at. SERVER, GATEWAY and SLOW stand for the selectors of both jobs and for a slow first token."""
+    """Something to look at.
+
+    SERVER and GATEWAY stand for the selectors of both jobs, SLOW for the seconds of a slow first token.
+    """
 
     name: str
     severity: str
@@ -100,7 +103,7 @@ _GATEWAY_ALERTS = (
         "{{ $labels.instance }} does not answer /metrics, or refuses the key it is asked with.",
     ),
     _Alert(
-        # A replica on trial takes requests. Where none is known the fleet may be meant to be at zero: then callers tell.
+        # A replica on trial takes requests. Where none is known, the fleet may be meant to be at zero: callers tell.
         "PenstockNoReplicaReady", "critical", "1m",
         'sum by (instance) (penstock_gateway_replicas{GATEWAY, standing=~"ready|trial"}) == 0 and on (instance) ('
         "sum by (instance) (penstock_gateway_replicas{GATEWAY}) > 0 or "

@@ -72,6 +72,8 @@ class Evidence(msgspec.Struct, forbid_unknown_fields=True):
     compared_answers: int = 0
     compared_tokens: int = 0  # up to and with the first that differed
     divergences: int = 0  # answers in which one did
+    # Of answers that both tell log-probabilities of: how far apart those of their tokens are, in the mean, in nats.
+    logprob_distance: Histogram = msgspec.field(default_factory=Histogram)
 
     def merge(self, other: "Evidence") -> None:
         self.stable.merge(other.stable)
@@ -81,6 +83,7 @@ class Evidence(msgspec.Struct, forbid_unknown_fields=True):
         self.compared_answers += other.compared_answers
         self.compared_tokens += other.compared_tokens
         self.divergences += other.divergences
+        self.logprob_distance.merge(other.logprob_distance)
 
 
 def merged(parts: list[Evidence]) -> Evidence:

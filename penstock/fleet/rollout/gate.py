@@ -18,7 +18,7 @@ from penstock.fleet.rollout.plan import GateSection
 MEDIAN, TAIL = 0.5, 0.9
 # A measure that fewer of the stable version's requests have is left out: callers who do not stream have no TTFT.
 _LEAST_PART = 0.1
-_NUM_PAIRED_MEASURES = 4
+_NUM_PAIRED_MEASURES = 5
 _NUM_SPLIT_MEASURES = 5
 
 
@@ -66,6 +66,7 @@ def judge_pairs(evidence: Evidence, gate: GateSection, look: int) -> list[Findin
     findings.append(_errors(stable, candidate, gate, level))
     if gate.compares_outputs:
         findings.append(_outputs(evidence, gate, level))
+        findings.append(_logprobs(evidence, gate, level))
     return findings
 
 
@@ -111,6 +112,16 @@ def _outputs(evidence: Evidence, gate: GateSection, level: float) -> Finding:
     bounds = chance_bounds(evidence.divergences, evidence.compared_tokens, level)
     values = None, _part(evidence.divergences, evidence.compared_tokens)
     return _finding("tokens that differ", values, bounds, gate.max_divergence, evidence.compared_tokens, 0)
+
+
+def _logprobs(evidence: Evidence, gate: GateSection, level: float) -> Finding:
+    distance = evidence.logprob_distance
+    bounds, values = _quantile_bounds(distance, MEDIAN, level), (None, distance.quantile(MEDIAN))
+    # Where they are asked for on purpose, their absence is no reason to do without them.
+    num_pairs = 0 if gate.asks_logprobs else evidence.candidate.requests
+    return _finding(
+        "log-probability distance p50", values, bounds, gate.max_logprob_distance, distance.num_values, num_pairs
+    )
 
 
 def _finding(

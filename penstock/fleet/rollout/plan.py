@@ -26,6 +26,8 @@ class GateSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_error_increase: float = 0.02  # of the part of requests that fail
     compares_outputs: bool = True
     max_divergence: float = 0.02  # part of the tokens that differ though all before them were equal
+    max_logprob_distance: float = 0.1  # nats between the versions' scores of a token, where answers tell them
+    asks_logprobs: bool = False  # has both versions answer more copies that do, where callers do not ask
     error_level: float = 0.05  # the chance, in each step, of a wrong promotion and of a wrong rollback
     first_look: int = 16  # requests to each version before the first judgement; then twice as many, and so on
     min_step_seconds: float = 60.0
@@ -71,6 +73,8 @@ def _check_gate(where: str, gate: GateSection) -> None:
     for name in ("max_error_increase", "max_divergence", "error_level"):
         if not 0 < getattr(gate, name) < 1:
             raise ConfigError(f"{where}.{name}", getattr(gate, name), "give a number between 0 and 1")
+    if not 0 < gate.max_logprob_distance < math.inf:
+        raise ConfigError(f"{where}.max_logprob_distance", gate.max_logprob_distance, "give a number over 0, in nats")
     if gate.first_look < 1:
         raise ConfigError(f"{where}.first_look", gate.first_look, "give at least 1")
     if not 0 <= gate.min_step_seconds <= gate.max_step_seconds < math.inf:

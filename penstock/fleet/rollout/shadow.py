@@ -1,4 +1,4 @@
-"""Has the candidate answer copies of requests: nobody waits for them, nobody pays for them, nobody sees their answers.
+"""Has a version answer copies of requests: nobody waits for them, nobody pays for them, nobody sees their answers.
 
 A copy is sent when the caller's own answer has ended, with the gateway's key instead of the caller's, and marked, so
 that no tenant is charged. At most so many are under way, and so many bytes; beyond that copies are not made. Failures
@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import aiohttp
 import msgspec
@@ -25,6 +25,8 @@ from penstock.tenants import SHADOW_HEADER
 _MAX_BYTES = 32 * 1024 * 1024  # of the copies under way, together
 _LEAST_SECONDS = 30.0
 _MOST_RATIO = 10.0  # of the caller's own answer's time, before a copy is given up
+_SCORED_TOKENS = 64  # of an answer that is made for its log-probabilities
+_LIKELY_TOKENS = 5  # in the place of each
 _REFUSED_US = (401, 403)
 
 log = logging.getLogger("penstock.rollout")
@@ -52,6 +54,19 @@ class ShadowCopy:
             return True
         return msgspec.json.decode(self.body, type=_Sampling).temperature == 0
 
+    def asking_for_logprobs(self) -> "ShadowCopy":
+        """Return a copy that asks for the beginning of a greedy answer, and what its model thinks of each token."""
+        body = msgspec.json.decode(self.body)
+        length = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+        most = body.get(length)
+        body[length] = min(most, _SCORED_TOKENS) if isinstance(most, int) else _SCORED_TOKENS
+        is_chat = self.path.endswith("/chat/completions")
+        body |= {"logprobs": True, "top_logprobs": _LIKELY_TOKENS} if is_chat else {"logprobs": _LIKELY_TOKENS}
+        body |= {"temperature": 0, "n": 1, "stream": False}
+        body.pop("stream_options", None)
+        body.pop("best_of", None)
+        return replace(self, body=msgspec.json.encode(body), streams=False)
+
 
 class Shadows:
     def __init__(
@@ -68,15 +83,27 @@ class Shadows:
     def num_under_way(self) -> int:
         return len(self._tasks)
 
-    def send(self, copy: ShadowCopy, rollout: Rollout, on_answer: OnAnswer) -> None:
-        """Have the candidate answer a copy, unless that would be one too many. Returns at once."""
-        replica = self._choose(rollout)
+    def send(
+        self,
+        copy: ShadowCopy,
+        rollout: Rollout,
+        on_answer: OnAnswer,
+        *,
+        version: str | None = None,
+        has_scores: bool = False,
+    ) -> None:
+        """Have a version, by default the candidate, answer a copy, unless that would be one too many.
+
+        `has_scores` says that the copy asks for log-probabilities. Returns at once.
+        """
+        replica = self._choose(rollout.model, version or rollout.candidate)
         is_room = self.num_under_way < rollout.max_shadows and self._num_bytes + len(copy.body) <= _MAX_BYTES
         if replica is None or not is_room:
             self._count("dropped")
             return
         self._num_bytes += len(copy.body)
-        task = asyncio.create_task(self._run(copy, replica, on_answer))
+        trial = Trial(replica.version, has_scores=has_scores)
+        task = asyncio.create_task(self._run(copy, replica, trial, on_answer))
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._forget(done, copy))
 
@@ -86,11 +113,11 @@ class Shadows:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _choose(self, rollout: Rollout) -> Replica | None:
+    def _choose(self, model: str, version: str) -> Replica | None:
         able = [
             replica
-            for replica in self._pool.serving(rollout.model)
-            if replica.version == rollout.candidate and replica.is_usable and not replica.is_full
+            for replica in self._pool.serving(model)
+            if replica.version == version and replica.is_usable and not replica.is_full
         ]
         return min(able, key=lambda replica: replica.busyness, default=None)
 
@@ -98,8 +125,7 @@ class Shadows:
         self._tasks.discard(task)
         self._num_bytes -= len(copy.body)
 
-    async def _run(self, copy: ShadowCopy, replica: Replica, on_answer: OnAnswer) -> None:
-        trial = Trial(replica.version)
+    async def _run(self, copy: ShadowCopy, replica: Replica, trial: Trial, on_answer: OnAnswer) -> None:
         try:
             async with asyncio.timeout(max(_LEAST_SECONDS, _MOST_RATIO * copy.seconds)):
                 status = await self._answer(copy, replica, trial)
@@ -142,7 +168,7 @@ async def _read_frames(response: aiohttp.ClientResponse, trial: Trial) -> None:
     while not reader.finished and (data := await response.content.readany()):
         if first_at is None:
             first_at = time.monotonic()
-        reader.feed(data)
+        trial.keep(reader.feed(data))
     if reader.finished:
         trial.end(reader.token_ids, first_at)
     else:

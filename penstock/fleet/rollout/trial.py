@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from penstock.fleet.rollout.scores import Score, read_scores
+
 _MAX_BYTES = 256 * 1024  # of an answer that is kept to be compared
 _CHARACTERS_PER_TOKEN = 4  # where only texts can be compared
 _LEAST_TOKENS = 4  # of an answer whose time per token counts
@@ -24,6 +26,7 @@ class _Message(msgspec.Struct):
 class _Choice(msgspec.Struct):
     index: int = 0
     text: str | None = None
+    logprobs: msgspec.Raw = msgspec.Raw(b"null")
     message: _Message = msgspec.field(default_factory=_Message)
     delta: _Message = msgspec.field(default_factory=_Message)
 
@@ -46,6 +49,7 @@ class Trial:
 
     version: str
     keeps_text: bool = True  # for a comparison, where the stream tells no tokens
+    has_scores: bool = False  # log-probabilities were asked for: they are kept too, and compared
     began_at: float = field(default_factory=time.monotonic)
     first_at: float | None = None  # the first byte of a stream's answer
     ended_at: float | None = None
@@ -66,6 +70,11 @@ class Trial:
         self.num_events += data.count(b"data: {")
         if self.keeps_text and len(self.data) < _MAX_BYTES:
             self.data += data
+
+    def keep(self, events: bytes) -> None:
+        """Take a piece of a stream that tells its tokens: only for their scores."""
+        if self.has_scores and len(self.data) < _MAX_BYTES:
+            self.data += events
 
     def end(self, choices: list[list[int]] | None = None, first_at: float | None = None) -> None:
         """Take that a stream came to its end; its choices' tokens and `first_at` are told of one that was not fed."""
@@ -109,13 +118,23 @@ class Trial:
 
     def text(self) -> str:
         """Return the first choice's text, as far as it was kept."""
+        return "".join(_said(choice) for choice in self._first_choice())
+
+    def scores(self) -> list[Score]:
+        """Return what the first choice says of its tokens' log-probabilities, as far as it was kept."""
+        if not self.has_scores or self.has_failed:
+            return []
+        return [score for choice in self._first_choice() for score in read_scores(bytes(choice.logprobs))]
+
+    def _first_choice(self) -> list[_Choice]:
+        """Return the first choice as it came: whole, or in pieces."""
         if self.is_whole:
             answers = [_read(bytes(self.data))]
         else:
             events = bytes(self.data).split(b"\n\n")
             answers = [_read(event.removeprefix(b"data: ")) for event in events if event.startswith(b"data: {")]
         choices = [choice for answer in answers if answer is not None for choice in answer.choices]
-        return "".join(_said(choice) for choice in choices if choice.index == 0)
+        return [choice for choice in choices if choice.index == 0]
 
 
 def compare_outputs(stable: Trial, candidate: Trial) -> tuple[int, bool] | None:

@@ -6,6 +6,7 @@ Nothing here is waited for by a caller. Knows nothing of what follows from what 
 from penstock.fleet.replica import Replica
 from penstock.fleet.rollout.course import Rollout
 from penstock.fleet.rollout.evidence import Arm, Evidence
+from penstock.fleet.rollout.scores import mean_distance
 from penstock.fleet.rollout.shadow import ShadowCopy, Shadows
 from penstock.fleet.rollout.split import VersionSplit, is_within
 from penstock.fleet.rollout.trial import Trial, compare_outputs
@@ -28,7 +29,8 @@ class Trials:
             return None
         if not self._split.is_drawn(query) or self._split.versions_for(query)[0] != replica.version:
             return None
-        return Trial(replica.version, keeps_text=_is_copied(query, rollout))
+        is_copied = _is_copied(query, rollout)
+        return Trial(replica.version, keeps_text=is_copied, has_scores=is_copied and query.wants_logprobs)
 
     def end(self, query: RouteQuery, trial: Trial, copy: ShadowCopy) -> None:
         """Take a request's answer in, and perhaps have the candidate answer it too."""
@@ -39,7 +41,14 @@ class Trials:
             evidence = self.evidence_of(rollout)
             _note(evidence.candidate if trial.version == rollout.candidate else evidence.stable, trial)
         elif not trial.has_failed and _is_copied(query, rollout):
-            self._shadows.send(copy, rollout, lambda shadow: self._note_pair(rollout, trial, shadow, copy))
+            self._shadows.send(
+                copy,
+                rollout,
+                lambda shadow: self._note_pair(rollout, trial, shadow, copy),
+                has_scores=trial.has_scores,
+            )
+            if rollout.gate.asks_logprobs and not trial.has_scores:
+                self._score(copy.asking_for_logprobs(), rollout)
 
     def evidence_of(self, rollout: Rollout) -> Evidence:
         """Return what this gateway has seen in the step that a rollout is in."""
@@ -48,6 +57,27 @@ class Trials:
             evidence = Evidence()
             self._evidence[rollout.model] = rollout.epoch, evidence
         return evidence
+
+    def _score(self, copy: ShadowCopy, rollout: Rollout) -> None:
+        """Have both versions answer a copy with log-probabilities, one after the other: only these are compared."""
+
+        def go_on(shadow: Trial) -> None:
+            if not shadow.has_failed:
+                self._shadows.send(
+                    copy,
+                    rollout,
+                    lambda stable: self._note_scores(rollout, stable, shadow),
+                    version=rollout.stable,
+                    has_scores=True,
+                )
+
+        self._shadows.send(copy, rollout, go_on, has_scores=True)
+
+    def _note_scores(self, rollout: Rollout, stable: Trial, shadow: Trial) -> None:
+        now = self._split.rollout_of(rollout.model)
+        distance = mean_distance(stable.scores(), shadow.scores())
+        if distance is not None and now is not None and now.epoch == rollout.epoch:
+            self.evidence_of(rollout).logprob_distance.add(distance)
 
     def _note_pair(self, rollout: Rollout, stable: Trial, shadow: Trial, copy: ShadowCopy) -> None:
         now = self._split.rollout_of(rollout.model)
@@ -70,6 +100,7 @@ class Trials:
             evidence.compared_answers += 1
             evidence.compared_tokens += num_tokens
             evidence.divergences += int(differs)
+        self._note_scores(rollout, stable, shadow)
 
 
 def _is_copied(query: RouteQuery, rollout: Rollout) -> bool:

@@ -293,7 +293,7 @@ class Proxy:
     ) -> None:
         """Pass a framed stream on, and have another replica go on with it where this one fails."""
         reader = FrameReader()
-        stream = _FramedStream(downstream, reader)
+        stream = _FramedStream(downstream, reader, exchange.trial)
         if await stream.follow(placement, upstream):
             exchange.num_failures = 0
         if exchange.trial is not None:
@@ -397,12 +397,13 @@ class Proxy:
 class _FramedStream:
     """The caller's end of a framed stream, whichever replica feeds it."""
 
-    def __init__(self, downstream: Downstream, reader: FrameReader) -> None:
+    def __init__(self, downstream: Downstream, reader: FrameReader, trial: Trial | None) -> None:
         self.reader = reader
         self.first_events = b""
         self._first_at: float | None = None
         self.lease = NO_LEASE  # that the newest replica holds for it
         self._downstream = downstream
+        self._scored = trial if trial is not None and trial.has_scores else None
 
     async def follow(self, placement: Placement, upstream: aiohttp.ClientResponse) -> bool:
         """Pass frames on until the last, or until the replica fails; return whether any came."""
@@ -419,6 +420,8 @@ class _FramedStream:
                         breaker.on_answer()
                         self.first_events = self.first_events or events
                     await self._downstream.write(events)
+                    if self._scored is not None:
+                        self._scored.keep(events)
                 if reader.finished:
                     breaker.on_success()
                     return came

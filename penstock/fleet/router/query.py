@@ -38,6 +38,7 @@ class RequestHead(msgspec.Struct, frozen=True):
     deadline_ms: Any = None
     targets: Any = None
     best_effort: Any = None
+    logprobs: Any = None
 
     @property
     def num_choices(self) -> int:
@@ -81,6 +82,11 @@ class RouteQuery:
         self.adapter = head.adapter or ""
         self._head = head
         self._session = session
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer is to tell what the model thinks of each token; 0 of a text completion says so too."""
+        return self._head.logprobs is not None and self._head.logprobs is not False
 
     @functools.cached_property
     def session(self) -> str:

@@ -26,6 +26,7 @@ def add_pairs(
     slowness: float = 1.0,
     error_rate: float = 0.0,
     divergence: float = 0.0,
+    logprob_distance: float | None = 0.01,
     answer_tokens: int = 30,
 ) -> None:
     """Add requests that both versions answered."""
@@ -35,6 +36,8 @@ def add_pairs(
         evidence.time_per_token_ratio.add(candidate[1] / stable[1])
         if draw.random() < error_rate:
             evidence.candidate.errors += 1
+        if logprob_distance is not None:
+            evidence.logprob_distance.add(logprob_distance * draw.lognormvariate(0.0, 0.5))
         evidence.compared_answers += 1
         for _ in range(answer_tokens):
             evidence.compared_tokens += 1

@@ -62,6 +62,19 @@ def test_more_errors_are_seen(judged):
     assert bad_measures(judged(400, error_rate=0.3)) == {"error rate"}
 
 
+def test_scores_that_are_far_apart_are_seen_in_few_pairs_and_rounding_is_no_fault():
+    assert bad_measures(of_pairs(32, logprob_distance=1.0)) == {"log-probability distance p50"}
+    assert sum_up(of_pairs(2000, logprob_distance=0.05)) is Verdict.GOOD
+
+
+def test_scores_that_hardly_any_answer_tells_are_left_out_unless_they_are_asked_for():
+    (finding,) = (item for item in of_pairs(2000, logprob_distance=None) if item.measure.startswith("log-"))
+    assert finding.verdict is Verdict.LEFT_OUT
+    asking = GateSection(asks_logprobs=True)
+    assert sum_up(of_pairs(2000, gate=asking, logprob_distance=None)) is Verdict.OPEN
+    assert sum_up(of_pairs(2000, gate=asking)) is Verdict.GOOD
+
+
 def test_without_answers_to_compare_nothing_is_promoted_unless_the_operator_says_so():
     evidence = Evidence()
     add_pairs(evidence, random.Random(0), 2000)

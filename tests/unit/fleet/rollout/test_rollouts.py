@@ -51,6 +51,31 @@ def says(*tokens):
     return answer
 
 
+def scores(logprob, *tokens):
+    """Answer with log-probabilities where they are asked for: in frames, a token each, or at once."""
+
+    def choice(body, *said):
+        text = {"index": 0, "text": "".join(said)}
+        if body.get("logprobs") is None:
+            return text
+        tops = [{token: logprob, "other": -9.0} for token in said]
+        told = {"tokens": list(said), "token_logprobs": [logprob] * len(said), "top_logprobs": tops}
+        return {**text, "logprobs": {**told, "text_offset": [0] * len(said)}}
+
+    async def answer(replica, request, body):
+        if not body.get("stream"):
+            return web.json_response({"choices": [choice(body, *tokens)], "usage": {"completion_tokens": len(tokens)}})
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", FRAMES_HEADER: "1"})
+        await response.prepare(request)
+        for number, token in enumerate(tokens):
+            event = msgspec.json.encode({"id": "x", "created": 1, "choices": [choice(body, token)]})
+            await response.write(frame(b"data: %b\n\n" % event, ChoiceTokens(0, [number])))
+        await response.write(last_frame(b"data: [DONE]\n\n"))
+        return response
+
+    return answer
+
+
 async def fail(replica, request, body):
     return web.json_response({"error": {"message": "no", "code": "engine_failed"}}, status=500)
 
@@ -284,6 +309,38 @@ async def test_whole_answers_are_compared_only_where_they_are_greedy(temperature
         assert evidence.compared_answers == (8 if is_compared else 0)
 
 
+WORDS = ("a", "b", "c", "d", "e")
+
+
+@pytest.mark.parametrize(("logprob", "status"), [(-1.02, "promoted"), (-2.5, "rolled_back")])
+async def test_scores_of_the_same_tokens_tell_a_perturbed_model_from_a_corrupted_one(logprob, status):
+    async with two_versions(scores(-1.0, *WORDS), scores(logprob, *WORDS)) as (running, _, _other):
+        await running.gateway.rollouts.controller.start("tiny", "b")
+        rollout = await judged(running, logprobs=0)
+        assert rollout.status == status, rollout
+        (finding,) = (item for item in rollout.history[0].findings if item.measure.startswith("log-"))
+        assert finding.candidate == pytest.approx(abs(logprob + 1.0), rel=0.02)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_scores_are_asked_of_both_versions_where_callers_do_not_and_the_operator_wants_them(streams):
+    gate = msgspec.structs.replace(GATE, asks_logprobs=True)
+    section = msgspec.structs.replace(SECTION, gate=gate)
+    replicas = scores(-1.0, *WORDS), scores(-1.5, *WORDS)
+    async with two_versions(*replicas, section=section) as (running, one, other):
+        await running.gateway.rollouts.controller.start("tiny", "b")
+        await ask_many(running, 4, stream=streams, max_tokens=500, temperature=1)
+        await settled(running)
+        rollouts = running.gateway.rollouts
+        evidence = rollouts.trials.evidence_of(rollouts.split.rollout_of("tiny"))
+        assert (evidence.candidate.requests, evidence.logprob_distance.num_values) == (4, 4)
+        assert evidence.logprob_distance.quantile(0.5) == pytest.approx(0.5, rel=0.02)
+        asked = [body for body in one.received if "logprobs" in body]
+        assert asked == [body for body in other.received if "logprobs" in body]
+        assert {(body["max_tokens"], body["temperature"], body["stream"]) for body in asked} == {(64, 0, False)}
+        assert sum(SHADOW_HEADER.lower() in headers for headers in one.headers) == 4  # nobody is charged for them
+
+
 async def test_requests_that_name_a_version_are_not_compared():
     section = msgspec.structs.replace(SECTION, steps=(50.0, 100.0))
     async with two_versions(section=section) as (running, _, _other):
@@ -386,6 +443,7 @@ async def test_a_rollout_is_begun_shown_and_aborted_over_http(admin):
         ("max_shadows = 0", "at least 1"),
         ("gate = { error_level = 1.5 }", "between 0 and 1"),
         ("gate = { max_ttft_ratio = 0.9 }", "over 1"),
+        ("gate = { max_logprob_distance = 0 }", "in nats"),
         ("gate = { first_look = 0 }", "at least 1"),
         ("gate = { min_step_seconds = 9, max_step_seconds = 1 }", "min_step_seconds"),
         ("gates = {}", "gates"),
