@@ -1,6 +1,6 @@
 """`penstock rollout`: begin, follow and end the rollout of a model's new version.
 
-Works on the store that the gateways share, whether one runs or not; running gateways follow within seconds.
+Works on the store that the gateways share; they follow within seconds.
 """
 
 import json
@@ -88,11 +88,15 @@ def abort(sourced: Sourced, model: Model) -> int:
 
 @contextmanager
 def _book(options: Options) -> Iterator["RolloutStore"]:
-    from penstock.store.database import Database
-    from penstock.store.location import store_location
+    from penstock.errors import ConfigError
+    from penstock.store.database import Database, exists
+    from penstock.store.location import shown, store_location
     from penstock.store.rollouts import RolloutStore
 
-    database = Database.open(store_location(options.store))
+    location = store_location(options.store)
+    if not exists(location):
+        raise ConfigError("--store", shown(location), "there is no store: give the one that the gateway has")
+    database = Database.open(location)
     try:
         yield RolloutStore(database)
     finally:

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from sqlalchemy import Connection, delete, select, update
 
 from penstock.store.database import Database, insert_into
-from penstock.store.schema import rollout_evidence, rollouts
+from penstock.store.schema import rollout_evidence, rollout_gateways, rollouts
 
 _NOTHING = ""
+_REMEMBERED_SECONDS = 3600.0  # of gateways that did not say that they stop
 
 
 class RolloutStore:
@@ -51,6 +52,26 @@ class RolloutStore:
             if changed is not None:
                 connection.execute(update(rollouts).where(rollouts.c.model == model).values(document=changed))
             return changed if changed is not None else known
+
+    def announce(self, gateway: str, document: str) -> None:
+        """Take what a gateway serves; nothing where it stops."""
+        with self._database.writing() as connection:
+            if not document:
+                connection.execute(delete(rollout_gateways).where(rollout_gateways.c.gateway == gateway))
+                return
+            now = self._database.now(connection)
+            row = insert_into(connection, rollout_gateways, {"gateway": gateway, "heard_at": now, "document": document})
+            newer = {"heard_at": now, "document": document}
+            connection.execute(row.on_conflict_do_update(index_elements=["gateway"], set_=newer))
+            forgotten = rollout_gateways.c.heard_at < now - _REMEMBERED_SECONDS
+            connection.execute(delete(rollout_gateways).where(forgotten))
+
+    def announced(self, seconds: float) -> list[str]:
+        """Return what gateways that were heard of within so many seconds serve."""
+        with self._database.reading() as connection:
+            since = self._database.now(connection) - seconds
+            wanted = select(rollout_gateways.c.document).where(rollout_gateways.c.heard_at >= since)
+            return [str(document) for document in connection.execute(wanted).scalars()]
 
 
 def _lock(connection: Connection, model: str) -> str:

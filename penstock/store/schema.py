@@ -19,8 +19,9 @@ from sqlalchemy import (
     Text,
 )
 
-# 2: files and batches. 3: rollouts. So far versions only added tables, and an older store is given those it lacks.
-SCHEMA_VERSION = 3
+# 2: files and batches. 3: rollouts. 4: what gateways serve. So far versions only added tables, and an older store is
+# given those it lacks.
+SCHEMA_VERSION = 4
 
 _NAME = 64
 _ID = 64
@@ -170,5 +171,14 @@ rollout_evidence = Table(
     Column("model", String(255), primary_key=True),
     Column("gateway", String(36), primary_key=True),
     Column("epoch", BigInteger, nullable=False),  # of the rollout, in which it was seen
+    Column("document", Text, nullable=False),  # JSON
+)
+
+# What each gateway that runs serves, so that nobody begins a rollout of what nobody serves.
+rollout_gateways = Table(
+    "penstock_rollout_gateways",
+    metadata,
+    Column("gateway", String(36), primary_key=True),
+    Column("heard_at", Float, nullable=False),  # Unix time
     Column("document", Text, nullable=False),  # JSON
 )

@@ -27,6 +27,12 @@ class RolloutBook(Protocol):
         `evidence` is what a gateway has seen in the epoch; what was seen in others is forgotten.
         """
 
+    def announce(self, gateway: str, document: str) -> None:
+        """Take what a gateway serves; nothing where it stops."""
+
+    def announced(self, seconds: float) -> list[str]:
+        """Return what gateways that were heard of within so many seconds serve."""
+
 
 class RolloutMemory:
     """A book that ends with its process."""
@@ -36,6 +42,7 @@ class RolloutMemory:
         self._lock = threading.Lock()
         self._documents: dict[str, str] = {}
         self._evidence: dict[str, tuple[int, str]] = {}
+        self._served = ""
 
     def read(self) -> list[str]:
         with self._lock:
@@ -53,3 +60,9 @@ class RolloutMemory:
             if changed is not None:
                 self._documents[model] = changed
             return self._documents.get(model)
+
+    def announce(self, gateway: str, document: str) -> None:
+        self._served = document
+
+    def announced(self, seconds: float) -> list[str]:
+        return [self._served] if self._served else []  # its gateway is here for as long as it is

@@ -5,12 +5,15 @@ nothing of HTTP.
 """
 
 import asyncio
+import contextlib
 import logging
+import time
 import uuid
+from collections.abc import Callable
 
 import msgspec
 
-from penstock.errors import RequestError, StoreUnavailable
+from penstock.errors import RequestError, StoreUnavailable, UnknownModel
 from penstock.fleet.rollout import course
 from penstock.fleet.rollout.book import RolloutBook
 from penstock.fleet.rollout.course import Rollout
@@ -21,15 +24,22 @@ from penstock.fleet.rollout.trials import Trials
 from penstock.telemetry import log_event
 
 TICK_SECONDS = 1.0
+_ANNOUNCE_SECONDS = 20.0  # between announcements of the same
+_HEARD_SECONDS = 60.0  # how long one holds
+
+Versions = dict[str, list[str]]  # by model: those of which there is a replica
 
 log = logging.getLogger("penstock.rollout")
 
 
 class RolloutController:
-    def __init__(self, book: RolloutBook, split: VersionSplit, trials: Trials) -> None:
+    def __init__(self, book: RolloutBook, split: VersionSplit, trials: Trials, served: Callable[[], Versions]) -> None:
         self._book = book
         self._split = split
         self._trials = trials
+        self._served = served
+        self._announced = ""
+        self._announce_at = 0.0
         self._gateway = uuid.uuid4().hex
         self._looking = asyncio.Lock()  # what is followed must never be older than what was
         self._is_failing = False
@@ -51,18 +61,33 @@ class RolloutController:
             for rollout in self._split.rollouts
             if rollout.is_running
         }
+        news = self._news()
         try:
-            rollouts = await asyncio.to_thread(self._settle, seen)
+            rollouts = await asyncio.to_thread(self._settle, seen, news)
         except StoreUnavailable as error:
             if not self._is_failing:
                 log_event(log, f"rollouts stay as they were: {error}", level=logging.ERROR)
             self._is_failing = True
             return
         self._is_failing = False
+        if news is not None:
+            self._announced, self._announce_at = news, time.monotonic() + _ANNOUNCE_SECONDS
         self._follow(rollouts)
+
+    def _news(self) -> str | None:
+        """Return what is served here, where the others do not know it yet or may think that this gateway is gone."""
+        document = msgspec.json.encode(self._served()).decode()
+        return document if document != self._announced or time.monotonic() >= self._announce_at else None
+
+    async def leave(self) -> None:
+        """Leave what was seen to the other gateways, and say that nothing is served here any more."""
+        await self.look()
+        with contextlib.suppress(StoreUnavailable):  # then it is forgotten before long
+            await asyncio.to_thread(self._book.announce, self._gateway, "")
 
     async def start(self, model: str, candidate: str) -> Rollout:
         """Begin a rollout. Raises RequestError or StoreUnavailable."""
+        await self.look()
         section = self._split.section_of(model)
         rollout = await asyncio.to_thread(start_rollout, self._book, model, candidate, section)
         await self.look()
@@ -78,7 +103,9 @@ class RolloutController:
         """Return what all gateways have seen in a rollout's step, as far as they have shared it."""
         return await asyncio.to_thread(shared_evidence, self._book, rollout)
 
-    def _settle(self, seen: dict[str, tuple[int, str]]) -> list[Rollout]:
+    def _settle(self, seen: dict[str, tuple[int, str]], news: str | None) -> list[Rollout]:
+        if news is not None:
+            self._book.announce(self._gateway, news)
         rollouts = read_rollouts(self._book)
         for place, rollout in enumerate(rollouts):
             epoch, evidence = seen.get(rollout.model, (-1, ""))
@@ -111,7 +138,8 @@ def shared_evidence(book: RolloutBook, rollout: Rollout) -> Evidence:
 
 
 def start_rollout(book: RolloutBook, model: str, candidate: str, section: RolloutSection) -> Rollout:
-    """Begin a rollout, whoever serves the model. Raises RequestError or StoreUnavailable."""
+    """Begin a rollout that any gateway can follow. Raises RequestError or StoreUnavailable."""
+    _check_served(book, model, candidate)
 
     def begin(document: str | None, evidence: list[str], now: float) -> str:
         return _write(course.start(model, candidate, section, _read(document), now))
@@ -119,6 +147,21 @@ def start_rollout(book: RolloutBook, model: str, candidate: str, section: Rollou
     rollout = _read(book.change(model, -1, begin))
     assert rollout is not None
     return rollout
+
+
+def _check_served(book: RolloutBook, model: str, candidate: str) -> None:
+    documents = book.announced(_HEARD_SECONDS)
+    if not documents:
+        raise RequestError("no gateway runs on this store: start one, or give the store that it has")
+    versions: dict[str, set[str]] = {}
+    for document in documents:
+        for name, found in msgspec.json.decode(document, type=Versions).items():
+            versions.setdefault(name, set()).update(found)
+    if model not in versions:
+        raise UnknownModel(model, sorted(versions))
+    if candidate not in versions[model]:
+        known = ", ".join(sorted(versions[model]))
+        raise RequestError(f"no replica serves this version of the model; there are: {known}", param="candidate")
 
 
 def abort_rollout(book: RolloutBook, model: str) -> Rollout:

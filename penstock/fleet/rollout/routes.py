@@ -6,7 +6,6 @@ import msgspec
 from aiohttp import web
 
 from penstock.errors import RequestError
-from penstock.fleet.replica import ReplicaPool
 from penstock.fleet.rollout.course import Rollout
 from penstock.fleet.rollout.evidence import Evidence
 from penstock.fleet.rollout.report import write_report
@@ -33,7 +32,7 @@ class RolloutReports(msgspec.Struct, frozen=True):
     rollouts: list[RolloutReport]
 
 
-def rollout_routes(pool: ReplicaPool, rollouts: Rollouts) -> list[tuple[str, str, Handler]]:
+def rollout_routes(rollouts: Rollouts) -> list[tuple[str, str, Handler]]:
     """Return (method, path, handler) of each."""
     split, controller = rollouts.split, rollouts.controller
 
@@ -56,10 +55,6 @@ def rollout_routes(pool: ReplicaPool, rollouts: Rollouts) -> list[tuple[str, str
             wanted = msgspec.json.decode(await request.read(), type=WantedRollout)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RequestError(f"this begins no rollout: {error}") from None
-        versions = sorted({replica.version for replica in pool.serving(wanted.model)})
-        if wanted.candidate not in versions:
-            known = ", ".join(versions) or "none"
-            raise RequestError(f"no replica serves this version of the model; there are: {known}", param="candidate")
         return _json(await controller.start(wanted.model, wanted.candidate))
 
     async def end(request: web.Request) -> web.StreamResponse:

@@ -112,7 +112,7 @@ def create_admin_app(context: GatewayContext, *, needs_key: bool) -> web.Applica
 def _admin_routes(context: GatewayContext) -> list[tuple[str, str, Handler]]:
     return [
         *admin_routes(context.pool, context.registration, context.decisions),
-        *rollout_routes(context.pool, context.rollouts),
+        *rollout_routes(context.rollouts),
         *autoscaler_routes(context.autoscalers, context.pool.clock),
     ]
 

@@ -5,11 +5,20 @@ import json
 import pytest
 
 from penstock.cli import main
+from penstock.store.database import Database
+from penstock.store.rollouts import RolloutStore
 
 
 @pytest.fixture(autouse=True)
 def store(tmp_path, monkeypatch):
-    monkeypatch.setenv("PENSTOCK_STORE", str(tmp_path / "penstock.db"))
+    """A store on which a gateway runs that has replicas of two versions."""
+    path = str(tmp_path / "penstock.db")
+    monkeypatch.setenv("PENSTOCK_STORE", path)
+    database = Database.open(path)
+    book = RolloutStore(database)
+    book.announce("gateway", json.dumps({"tiny": ["b", "stable"]}))
+    yield book
+    database.close()
 
 
 def run(*arguments: str) -> int:
@@ -41,6 +50,30 @@ def test_status_can_be_a_page_in_a_file(tmp_path, capsys):
     run("start", "tiny", "b")
     run("status", "--out", str(page))
     assert page.read_text().startswith("# Rollout of tiny: stable → b\n")
+
+
+@pytest.mark.parametrize(
+    ("model", "version", "says"),
+    [("tinny", "b", "'tinny' is not served here; served: tiny"), ("tiny", "c", "there are: b, stable")],
+)
+def test_what_no_gateway_has_a_replica_of_is_not_rolled_out(capsys, model, version, says):
+    assert run("start", model, version) == 2
+    assert says in capsys.readouterr().err
+    assert shown(capsys) == []
+
+
+def test_without_a_gateway_nothing_is_rolled_out(store, capsys):
+    store.announce("gateway", "")
+    assert run("start", "tiny", "b") == 2
+    assert "no gateway runs on this store" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [("status",), ("start", "tiny", "b"), ("abort", "tiny")])
+def test_a_store_that_is_not_there_is_said_and_not_made(tmp_path, capsys, command):
+    mistyped = tmp_path / "penstok" / "penstock.db"
+    assert run(*command, "--store", str(mistyped)) == 2
+    assert "there is no store" in capsys.readouterr().err
+    assert not mistyped.parent.exists()
 
 
 def test_a_rollout_is_aborted_once(capsys):

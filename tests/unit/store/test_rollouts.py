@@ -72,3 +72,13 @@ def test_a_change_that_fails_changes_nothing(book):
     with pytest.raises(ValueError):
         book.change("tiny", 0, fail, gateway="x", evidence="lost")
     assert (book.read(), book.evidence("tiny", 0)) == (["one"], [])
+
+
+def test_what_gateways_serve_is_known_for_a_while_or_until_they_stop(book):
+    book.announce("x", "one")
+    book.announce("y", "two")
+    book.announce("x", "three")
+    assert sorted(book.announced(60.0)) == ["three", "two"]
+    book.announce("x", "")
+    assert book.announced(60.0) == ["two"]
+    assert book.announced(-1.0) == []

@@ -239,6 +239,18 @@ async def test_a_candidate_that_does_not_take_the_gateways_key_is_named_once_and
         ]
 
 
+async def test_a_gateway_says_what_it_serves_until_it_stops(tmp_path):
+    database = Database.open(str(tmp_path / "penstock.db"))
+    book = RolloutStore(database)
+    async with two_versions(book=book) as (running, _, other):
+        assert [msgspec.json.decode(text) for text in book.announced(60.0)] == [{"tiny": ["b", "stable"]}]
+        running.gateway.pool.remove("static", other.url)
+        await running.gateway.rollouts.controller.look()
+        assert [msgspec.json.decode(text) for text in book.announced(60.0)] == [{"tiny": ["stable"]}]
+    assert book.announced(60.0) == []
+    database.close()
+
+
 async def test_what_was_seen_is_left_to_the_other_gateways(tmp_path):
     database = Database.open(str(tmp_path / "penstock.db"))
     book = RolloutStore(database)
@@ -420,6 +432,8 @@ async def test_a_rollout_is_begun_shown_and_aborted_over_http(admin):
     url = f"{admin.url}/admin/rollout"
     wrong = await admin.client.post(url, json={"model": "tiny", "candidate": "c"})
     assert wrong.status == 400 and "there are: b, stable" in (await wrong.json())["error"]["message"]
+    wrong = await admin.client.post(url, json={"model": "tinny", "candidate": "b"})
+    assert wrong.status == 404 and "served: tiny" in (await wrong.json())["error"]["message"]
     begun = await admin.client.post(url, json={"model": "tiny", "candidate": "b"})
     assert (begun.status, (await begun.json())["status"]) == (200, "running")
     (shown,) = (await (await admin.client.get(url)).json())["rollouts"]
