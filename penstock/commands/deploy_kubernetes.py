@@ -9,7 +9,6 @@ from rich.console import Console
 from penstock.config import Sourced, flag
 from penstock.deploy.kubernetes.bundle import FOLDERS, bundle, write
 from penstock.deploy.kubernetes.plan import (
-    CACHE_FOLDER,
     CLUSTER_OPTIONS,
     KEYS_ENTRY,
     METRICS_ENTRY,
@@ -37,9 +36,6 @@ def report(plan: Plan, sourced: Sourced, out: Path, *, num_files: int) -> list[s
     left_out = [flag(name) for name in CLUSTER_OPTIONS if name in sourced.sources]
     if left_out:
         lines.append(f"Left out, because the cluster decides: {', '.join(left_out)}")
-    model = plan.options.model
-    if Path(model).exists():
-        lines.append(f"{model} is a path: pods need it too, in their image or in a claim, which is at {CACHE_FOLDER}")
     secrets = [(settings.metrics_secret_name, METRICS_ENTRY, "an admin key")]
     if settings.keys_secret_name is not None:
         secrets.insert(0, (settings.keys_secret_name, KEYS_ENTRY, "a file of keys, that one among them"))

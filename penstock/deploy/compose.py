@@ -6,13 +6,15 @@ Knows nothing of Kubernetes but the plan.
 
 from typing import Any
 
+import msgspec
+
 from penstock.deploy.document import yaml_text
 from penstock.deploy.kubernetes import plan as names
 from penstock.deploy.kubernetes.monitors import dashboard_text
 from penstock.deploy.kubernetes.objects import USER, grace_seconds
-from penstock.deploy.kubernetes.plan import Plan, fleet_text
+from penstock.deploy.kubernetes.plan import Plan, fleet_text, with_servers
 from penstock.deploy.monitoring.rules import Watched, groups
-from penstock.fleet.config import DnsSection
+from penstock.fleet.config import DnsSection, FleetConfig
 
 PROMETHEUS_IMAGE = "prom/prometheus:v3.5.0"
 GRAFANA_IMAGE = "grafana/grafana:12.1.0"
@@ -26,7 +28,7 @@ def compose_files(plan: Plan) -> dict[str, str]:
         "compose.yaml": yaml_text(_compose(plan)),
         **{f"server/{name}": text for name, text in plan.server_files.items()},
         "gateway/gateway.toml": plan.gateway_files["gateway.toml"],
-        "gateway/fleet.toml": fleet_text(plan.fleet, dns=(_servers(),)),
+        "gateway/fleet.toml": fleet_text(_fleet(plan)),
         "prometheus/prometheus.yml": yaml_text(_prometheus(plan)),
         "prometheus/rules.yml": yaml_text({"groups": groups(watched)}),
         "grafana/datasource.yml": yaml_text(_data_source()),
@@ -35,8 +37,12 @@ def compose_files(plan: Plan) -> dict[str, str]:
     }
 
 
-def _servers() -> DnsSection:
-    return DnsSection(name="server", port=names.SERVER_PORT, key_file="/run/secrets/metrics_key")
+def _fleet(plan: Plan) -> FleetConfig:
+    """The operator's, less what only a cluster has: its API, and something that scales."""
+    discovery = msgspec.structs.replace(plan.fleet.discovery, kubernetes=())
+    fleet = msgspec.structs.replace(plan.fleet, discovery=discovery, autoscaler={})
+    servers = DnsSection(name="server", port=names.SERVER_PORT, key_file=names.METRICS_KEY_FILE)
+    return with_servers(fleet, dns=(servers,))
 
 
 def _compose(plan: Plan) -> dict[str, Any]:
@@ -111,7 +117,7 @@ def _gateway(plan: Plan) -> dict[str, Any]:
         **_confined(plan),
         "command": ["gateway", "--config", f"{folder}/gateway.toml", "--fleet", f"{folder}/fleet.toml"],
         "environment": {"HOME": "/tmp", **_store(plan)},
-        "secrets": [*_keys(plan), {"source": "metrics_key"}],
+        "secrets": [*_keys(plan), {"source": "metrics_key", "target": names.METRICS_KEY_FILE}],
         "volumes": [f"./gateway:{folder}:ro"],
         "ports": [f"127.0.0.1:{names.GATEWAY_PORT}:{names.GATEWAY_PORT}"],
         "healthcheck": _healthy(names.GATEWAY_PORT, "/live", "30s"),

@@ -163,7 +163,7 @@ def test_slightly_other_weights_are_promoted_and_their_distance_is_told(tmp_path
     good = write_weights(tmp_path / "good")
     rounded = changed(good, tmp_path / "rounded", lambda weight: weight.to(torch.bfloat16).to(weight.dtype))
     with real_fleet(tmp_path, stable=good, rounded=rounded) as fleet:
-        rollout = fleet.roll_out("rounded", num_callers=4)
+        rollout = fleet.roll_out("rounded", num_callers=4, seconds=300)
     assert rollout["status"] == "promoted", rollout
     found = {item["measure"]: item for item in rollout["history"][0]["findings"]}
     distance = found["log-probability distance p50"]

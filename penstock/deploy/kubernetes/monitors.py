@@ -18,7 +18,8 @@ _QUEUED_REQUESTS = 4  # of one replica
 def watched(plan: Plan) -> Watched:
     """What is watched in a cluster, where another namespace may have a deployment of the same name."""
     settings = plan.settings
-    return Watched(f"{settings.namespace}/{settings.name}", settings.objective, settings.slow_ttft_seconds)
+    name = f"{settings.namespace}/{settings.name}"
+    return Watched(name, settings.objective, settings.slow_ttft_seconds, may_sleep=plan.may_sleep)
 
 
 def pod_monitor(plan: Plan) -> Manifest:

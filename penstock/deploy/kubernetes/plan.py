@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 
 from penstock.config import Options, Sourced, flag
+from penstock.deploy.kubernetes.locality import refuse_local_fleet, refuse_local_options
 from penstock.deploy.kubernetes.settings import Settings, read_settings
 from penstock.deploy.toml_text import toml_text
 from penstock.errors import ConfigError
-from penstock.fleet.config import FleetConfig, KubernetesSection
+from penstock.fleet.config import FleetConfig, KubernetesSection, QueueSection
 from penstock.fleet.fleet_file import read_fleet
 from penstock.server.config import resolve
 
@@ -28,12 +29,16 @@ KEYS_FILES = "/etc/penstock/keys"
 METRICS_FILES = "/etc/penstock/metrics"
 CACHE_FOLDER = "/var/cache/penstock"
 KEYS_ENTRY, METRICS_ENTRY, STORE_ENTRY, HUB_ENTRY = "keys.toml", "key", "url", "token"
+METRICS_KEY_FILE = f"{METRICS_FILES}/{METRICS_ENTRY}"
 
 # The deployment says these itself.
 CLUSTER_OPTIONS = ("host", "port", "admin_listen", "cache_dir", "log_format")
 # These name files of this machine, which travel along.
 _FILE_OPTIONS = {"chat_template": "chat_template.jinja", "shared_prefixes": "shared_prefixes.toml"}
 _SECRET_OPTIONS = {"keys": "keys_secret", "store": "store_secret"}
+# From the first request to a fleet at zero until a pod starts: Prometheus, KEDA, placement, the image.
+_WAKING_SECONDS = 120
+_MAX_HOLD_SECONDS = 86_400
 _MAX_FILE_BYTES = 512 * 1024  # a ConfigMap holds 1 MiB in all
 
 
@@ -45,17 +50,39 @@ class Plan:
     gpus: int
     fleet: FleetConfig  # the operator's
     server_files: Mapping[str, str]  # name: text
-    gateway_files: Mapping[str, str]
+    gateway_text: str  # of the gateway's own options
 
     @property
     def drain_seconds(self) -> int:
         return int(-(-self.options.drain_seconds // 1))
+
+    @property
+    def may_sleep(self) -> bool:
+        """Whether there may be no server while nobody asks."""
+        sections = self.fleet.autoscaler.values()
+        return self.settings.replicas == 0 or any(section.min_replicas == 0 for section in sections)
+
+    @property
+    def cluster_fleet(self) -> FleetConfig:
+        """The fleet file for a cluster: it finds the servers, and holds requests for as long as one takes to come."""
+        section = KubernetesSection(service=self.settings.name, port="http", key_file=METRICS_KEY_FILE)
+        fleet = with_servers(self.fleet, kubernetes=(section,))
+        if not self.may_sleep or fleet.queue.hold_seconds != QueueSection().hold_seconds:
+            return fleet
+        seconds = float(min(self.settings.startup_seconds + _WAKING_SECONDS, _MAX_HOLD_SECONDS))
+        return msgspec.structs.replace(fleet, queue=msgspec.structs.replace(fleet.queue, hold_seconds=seconds))
+
+    @property
+    def gateway_files(self) -> Mapping[str, str]:
+        """Name: text."""
+        return {"gateway.toml": self.gateway_text, "fleet.toml": fleet_text(self.cluster_fleet)}
 
 
 def make_plan(sourced: Sourced, fleet_file: Path | None, flags: Mapping[str, Any]) -> Plan:
     """Return the deployment of these options. Raises ConfigError."""
     settings = read_settings(sourced.deploy, flags)
     _refuse_secrets(sourced)
+    refuse_local_options(sourced.options, settings, CACHE_FOLDER)
     texts = _named_files(sourced.options)
     own: dict[str, Any] = {
         "host": "0.0.0.0",
@@ -76,7 +103,7 @@ def make_plan(sourced: Sourced, fleet_file: Path | None, flags: Mapping[str, Any
     shared = {"keys": own["keys"], "store": own["store"], "drain_seconds": sourced.options.drain_seconds}
     gateway = {"host": own["host"], "port": GATEWAY_PORT, "log_format": "json", **shared}
     fleet = read_fleet(fleet_file)
-    ours = KubernetesSection(service=settings.name, port="http", key_file=f"{METRICS_FILES}/{METRICS_ENTRY}")
+    refuse_local_fleet(fleet, settings, METRICS_KEY_FILE)
     return Plan(
         settings=settings,
         options=options,
@@ -84,7 +111,7 @@ def make_plan(sourced: Sourced, fleet_file: Path | None, flags: Mapping[str, Any
         gpus=_num_gpus(settings, sourced.options),
         fleet=fleet,
         server_files={"serve.toml": toml_text(values), **texts},
-        gateway_files={"gateway.toml": toml_text(gateway), "fleet.toml": fleet_text(fleet, kubernetes=(ours,))},
+        gateway_text=toml_text(gateway),
     )
 
 
@@ -126,14 +153,19 @@ def _num_gpus(settings: Settings, options: Options) -> int:
     return 0 if options.device in ("cpu", "simulated") else options.tensor_parallel
 
 
-def fleet_text(fleet: FleetConfig, **ours: Any) -> str:
-    """Return the gateway's fleet file: the operator's, with our servers in it unless it says where replicas are.
+def with_servers(fleet: FleetConfig, **ours: Any) -> FleetConfig:
+    """Return the operator's fleet with our servers in it, unless it says where replicas are.
 
     `ours` is the entry of its `[discovery]` that finds them.
     """
     sections = fleet.discovery
-    if not (fleet.replicas or sections.dns or sections.kubernetes):
-        fleet = msgspec.structs.replace(fleet, discovery=msgspec.structs.replace(sections, **ours))
+    if fleet.replicas or sections.dns or sections.kubernetes or sections.ray:
+        return fleet
+    return msgspec.structs.replace(fleet, discovery=msgspec.structs.replace(sections, **ours))
+
+
+def fleet_text(fleet: FleetConfig) -> str:
+    """Return a gateway's fleet file."""
     return toml_text(_changed(msgspec.to_builtins(fleet), msgspec.to_builtins(FleetConfig())))
 
 

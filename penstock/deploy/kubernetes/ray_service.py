@@ -8,7 +8,7 @@ from typing import Any
 from penstock.deploy.document import yaml_text
 from penstock.deploy.kubernetes import objects
 from penstock.deploy.kubernetes.objects import SERVER, Manifest, manifest
-from penstock.deploy.kubernetes.plan import CACHE_FOLDER, CLUSTER_OPTIONS, METRICS_ENTRY, METRICS_FILES, Plan
+from penstock.deploy.kubernetes.plan import CACHE_FOLDER, CLUSTER_OPTIONS, METRICS_FILES, METRICS_KEY_FILE, Plan
 
 APPLICATION = "penstock.deploy.ray_serve.application:build"
 _HEAD_RESOURCES = {"requests": {"cpu": "2", "memory": "4Gi"}, "limits": {"memory": "8Gi"}}
@@ -54,7 +54,7 @@ def serve_config(plan: Plan) -> dict[str, Any]:
         # A server takes a whole worker, which has what it needs.
         "cpus": 1.0,
         "gpus": float(plan.gpus > 0),
-        "key_file": f"{METRICS_FILES}/{METRICS_ENTRY}",
+        "key_file": METRICS_KEY_FILE,
         "options": {**values, "cache_dir": CACHE_FOLDER, "log_format": "json"},
     }
     application = {"name": settings.name, "import_path": APPLICATION, "route_prefix": None, "args": arguments}

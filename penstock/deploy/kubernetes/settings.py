@@ -41,6 +41,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     memory: str = "32Gi"
     cache_size: str = "100Gi"  # for fetched models, where there is no claim
     cache_claim: str = ""  # a PersistentVolumeClaim that servers share for fetched models
+    model_in_image: bool = False  # the model is a path that the image has
     startup_seconds: int = 900  # how long a server may take to fetch and load its model
 
     keys_secret: str = ""  # its entry keys.toml is the file of keys; NAME-keys, unless there is a store

@@ -60,8 +60,9 @@ def test_what_else_is_in_the_folder_stays(tmp_path: Path) -> None:
     assert (tmp_path / "mine.yaml").read_text() == "mine"
 
 
-def test_a_model_of_this_machine_is_said_to_be_missing_in_the_cluster(
+def test_a_model_of_this_machine_is_refused_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(str(tmp_path), "--out", str(tmp_path / "out")) == 0
-    assert f"{tmp_path} is a path: pods need it too" in capsys.readouterr().out
+    assert run(str(tmp_path), "--out", str(tmp_path / "out")) == 2
+    assert "pods do not have this path: give a hub id" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

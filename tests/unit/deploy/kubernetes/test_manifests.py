@@ -10,6 +10,7 @@ import yaml
 from penstock.config import gather
 from penstock.deploy.kubernetes.bundle import bundle, manifests
 from penstock.deploy.kubernetes.plan import make_plan
+from penstock.fleet.fleet_file import read_fleet
 from penstock.server import supervisor, worker
 from tests.architecture.source_tree import REPOSITORY
 from tests.custom_resources import check
@@ -258,6 +259,22 @@ def test_compose_listens_on_loopback_only_and_knows_secrets_as_files():
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
         assert service["cap_drop"] == ["ALL"]
     assert all(secret["file"].startswith("./secrets/") for secret in document["secrets"].values())
+
+
+def test_compose_gets_of_a_fleet_file_only_what_one_machine_has(tmp_path):
+    mine = tmp_path / "mine.toml"
+    mine.write_text(
+        'policy = "round-robin"\n[discovery]\nkubernetes = [{ service = "x", port = "http" }]\n'
+        '[autoscaler.m]\nbackend = { kind = "kubernetes", deployment = "penstock" }\n'
+    )
+    plan = make_plan(gather({}, environ={}), mine, {"gateway_scales": True, "gateways": 1})
+    (tmp_path / "fleet.toml").write_text(bundle(plan)["compose/gateway/fleet.toml"])
+    fleet = read_fleet(tmp_path / "fleet.toml")
+    assert (fleet.policy, fleet.discovery.kubernetes, fleet.autoscaler) == ("round-robin", (), {})
+    (servers,) = fleet.discovery.dns
+    document = yaml.safe_load(bundle(plan)["compose/compose.yaml"])
+    assert servers.name in document["services"]
+    assert servers.key_file in [item.get("target") for item in document["services"]["gateway"]["secrets"]]
 
 
 def test_compose_mounts_only_files_that_are_written():

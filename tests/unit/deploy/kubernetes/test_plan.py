@@ -126,6 +126,90 @@ def test_a_wrong_setting_is_named(name, value):
         smallest(**{name: value})
 
 
+def planned(folder: Path, fleet: str = "", *, deploy: str = "", **options: str):
+    (folder / "mine.toml").write_text(fleet)
+    config = folder / "penstock.toml"
+    config.write_text(f"[deploy]\n{deploy}\n")
+    return make_plan(gather(options, environ={}, file=config), folder / "mine.toml", {})
+
+
+BACKEND = "[autoscaler.m]\nbackend = "
+
+
+@pytest.mark.parametrize(
+    ("fleet", "field", "instead"),
+    [
+        (BACKEND + '{ kind = "local", serve = ["m"] }', "autoscaler.m.backend.kind", 'kind = "kubernetes"'),
+        (BACKEND + '{ kind = "kubernetes", deployment = "penstock" }', "autoscaler.m.backend.kind", "gateway_scales"),
+        (BACKEND + '{ kind = "ray" }', "autoscaler.m.backend.dashboard", "that pods reach"),
+        ('key_file = "/home/me/key"', "key_file", "give /etc/penstock/metrics/key"),
+        ('replicas = [{ url = "http://10.0.0.1", key_file = "k" }]', r"replicas\[0\].key_file", "metrics/key"),
+        ('discovery = { dns = [{ name = "x", port = 1, key_file = "k" }] }', r"dns\[0\].key_file", "metrics/key"),
+        ('replicas = [{ url = "http://127.0.0.1:8000" }]', r"replicas\[0\].url", "that pods reach"),
+        ('replicas = [{ url = "http://localhost:8000" }]', r"replicas\[0\].url", "that pods reach"),
+        ('replicas = [{ url = "http://[::1]:8000" }]', r"replicas\[0\].url", "that pods reach"),
+        ('discovery = { dns = [{ name = "localhost", port = 1 }] }', r"dns\[0\].name", "that pods reach"),
+        ("discovery = { ray = [{}] }", r"ray\[0\].address", "ray://HEAD:10001"),
+    ],
+)
+def test_a_fleet_file_that_only_works_on_this_machine_is_refused(tmp_path, fleet, field, instead):
+    with pytest.raises(ConfigError, match=f"--fleet: .*{field}") as caught:
+        planned(tmp_path, fleet)
+    assert instead in str(caught.value)
+
+
+def test_a_gateway_scales_the_deployment_that_it_may_scale(tmp_path):
+    deploy = "gateway_scales = true\ngateways = 1"
+    backend = '{ kind = "kubernetes", deployment = "%s" }'
+    with pytest.raises(ConfigError, match="'other' is not usable; give penstock"):
+        planned(tmp_path, BACKEND + backend % "other", deploy=deploy)
+    plan = planned(tmp_path, BACKEND + backend % "penstock", deploy=deploy)
+    assert read_fleet(written(tmp_path, plan.gateway_files, "fleet.toml")).autoscaler["m"].backend["kind"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("model", "/models/llama"),
+        ("model", "model.gguf"),
+        ("model", "~/llama"),
+        ("simulated_profile", "/tmp/profile.json"),
+        ("gateway", "unix:/tmp/admin.sock"),
+        ("gateway", "https://gateway.example.com,http://127.0.0.1:8080"),
+    ],
+)
+def test_an_option_that_only_works_on_this_machine_is_refused(tmp_path, option, value):
+    with pytest.raises(ConfigError, match=option.replace("_", "-")):
+        planned(tmp_path, **{option: value})
+
+
+def test_a_model_may_be_in_the_claim_or_in_the_image(tmp_path):
+    assert planned(tmp_path, deploy="model_in_image = true", model="/models/llama").options.model == "/models/llama"
+    path = "/var/cache/penstock/llama"
+    assert planned(tmp_path, deploy='cache_claim = "models"', model=path).options.model == path
+    with pytest.raises(ConfigError, match="cache_claim"):
+        planned(tmp_path, model=path)
+
+
+@pytest.mark.parametrize(
+    ("deploy", "fleet", "seconds"),
+    [
+        ("", "", 10.0),  # there is always a server: one that is away comes back soon, or others answer
+        ("replicas = 0", "", 1020.0),  # what a server may take to start, and two minutes for its pod
+        ("replicas = 0\nstartup_seconds = 86400", "", 86400.0),
+        ("replicas = 0", "[queue]\nhold_seconds = 30.0", 30.0),
+        (
+            "gateway_scales = true\ngateways = 1",
+            BACKEND + '{ kind = "kubernetes", deployment = "penstock" }\nmin_replicas = 0',
+            1020.0,
+        ),
+    ],
+)
+def test_requests_to_a_fleet_at_zero_are_held_until_a_server_can_be_there(tmp_path, deploy, fleet, seconds):
+    plan = planned(tmp_path, fleet, deploy=deploy)
+    assert read_fleet(written(tmp_path, plan.gateway_files, "fleet.toml")).queue.hold_seconds == seconds
+
+
 def test_an_unknown_setting_is_named(tmp_path):
     config = tmp_path / "penstock.toml"
     config.write_text("[deploy]\nreplcas = 3\n")
