@@ -1,6 +1,7 @@
 """The folder that `penstock deploy kubernetes` writes: which file holds what, and what each folder needs.
 
-Apply a folder where the cluster has what it needs; `kserve` and `ray` are other ways to run what `core` runs.
+Apply `core` with one of `servers`, `kserve` and `ray`, and what else the cluster has a use for. All three make pods
+with the same labels and the same port name, so that everything else finds the servers whichever it is.
 """
 
 from collections.abc import Mapping
@@ -15,26 +16,26 @@ from penstock.errors import ConfigError
 
 # Folder: what it is for, as the command prints it.
 FOLDERS: Mapping[str, str] = {
-    "core": "servers and gateways; any cluster",
-    "keda": "scaling by queues and caches; needs KEDA",
-    "prometheus": "scraping and alerts; needs the Prometheus operator",
+    "core": "gateways, and how servers are found; with one of servers, kserve and ray",
+    "servers": "servers as a Deployment; with core; any cluster",
+    "kserve": "servers under KServe; with core, instead of servers; needs KServe",
+    "ray": "servers on Ray, which scales; with core, instead of servers; needs KubeRay, and penstock[ray] in the image",
+    "keda": "scaling by queues and caches; with core, servers and prometheus; needs KEDA",
+    "kserve-keda": "the same with kserve; with core, kserve and prometheus; needs KEDA",
+    "prometheus": "scraping and alerts; with any servers; needs the Prometheus operator",
     "grafana": "the dashboard, as a ConfigMap for Grafana's sidecar and as JSON",
-    "gateway-api": "a route to the gateways; needs Gateway API",
-    "inference-pool": "a route to the servers themselves; needs the inference extension and an endpoint picker",
-    "kserve": "instead of core's servers; needs KServe",
-    "ray": "instead of core's servers; needs KubeRay and an image with penstock[ray]",
+    "gateway-api": "a route to the gateways; with any servers; needs Gateway API",
+    "inference-pool": "a route to the servers themselves; with servers or kserve; needs the inference extension and an "
+    "endpoint picker",
     "compose": "one machine; needs docker compose",
 }
 
 
 def manifests(plan: Plan) -> dict[str, Manifest]:
     """Return every manifest by its path in the folder."""
-    scaling = {} if plan.settings.gateway_scales else {"keda/scaledobject.yaml": monitors.scaled_object(plan)}
     return {
         "core/00-namespace.yaml": servers.namespace(plan),
-        "core/server-serviceaccount.yaml": servers.service_account(plan),
         "core/server-configmap.yaml": servers.config_map(plan),
-        "core/server-deployment.yaml": servers.deployment(plan),
         "core/server-service.yaml": servers.service(plan),
         "core/server-poddisruptionbudget.yaml": servers.disruption_budget(plan),
         "core/gateway-serviceaccount.yaml": gateways.service_account(plan),
@@ -44,28 +45,44 @@ def manifests(plan: Plan) -> dict[str, Manifest]:
         "core/gateway-deployment.yaml": gateways.deployment(plan),
         "core/gateway-service.yaml": gateways.service(plan),
         "core/gateway-poddisruptionbudget.yaml": servers.disruption_budget(plan, GATEWAY),
-        **scaling,
+        "servers/serviceaccount.yaml": servers.service_account(plan),
+        "servers/deployment.yaml": servers.deployment(plan),
+        **_other_ways(plan),
         "prometheus/podmonitor.yaml": monitors.pod_monitor(plan),
         "prometheus/prometheusrule.yaml": monitors.prometheus_rule(plan),
         "grafana/configmap.yaml": monitors.dashboard_config_map(plan),
         "gateway-api/httproute.yaml": routes.http_route(plan),
         "inference-pool/inferencepool.yaml": routes.inference_pool(plan),
         "inference-pool/httproute.yaml": routes.pool_route(plan),
-        "kserve/configmap.yaml": servers.config_map(plan),
+    }
+
+
+def _other_ways(plan: Plan) -> dict[str, Manifest]:
+    """What starts or scales servers in another way; a gateway that scales a Deployment leaves no room for it."""
+    if plan.settings.gateway_scales:
+        return {}
+    return {
         "kserve/servingruntime.yaml": kserve.serving_runtime(plan),
         "kserve/inferenceservice.yaml": kserve.inference_service(plan),
-        "ray/configmap.yaml": servers.config_map(plan),
         "ray/rayservice.yaml": ray_service.ray_service(plan),
+        "keda/scaledobject.yaml": monitors.scaled_object(plan, plan.settings.name),
+        "kserve-keda/scaledobject.yaml": monitors.scaled_object(plan, kserve.deployment_name(plan)),
     }
 
 
 def bundle(plan: Plan) -> dict[str, str]:
     """Return every file by its path in the folder."""
     return {
-        **{path: yaml_text(made) for path, made in manifests(plan).items()},
+        **{path: _headed(path, yaml_text(made)) for path, made in manifests(plan).items()},
         "grafana/penstock.json": monitors.dashboard_text(monitors.watched(plan)),
         **{f"compose/{path}": text for path, text in compose_files(plan).items()},
     }
+
+
+def _headed(path: str, text: str) -> str:
+    """Return a manifest that says what it is applied with."""
+    folder = path.partition("/")[0]
+    return f"# {folder}: {FOLDERS[folder]}\n{text}"
 
 
 def write(files: Mapping[str, str], folder: Path) -> None:

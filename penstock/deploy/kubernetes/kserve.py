@@ -7,6 +7,11 @@ from penstock.deploy.kubernetes.plan import SERVER_FILES, SERVER_PORT, Plan
 _FORMATS = ("huggingface", "safetensors", "gguf")
 
 
+def deployment_name(plan: Plan) -> str:
+    """The Deployment that KServe makes of the service's predictor."""
+    return f"{plan.settings.name}-predictor"
+
+
 def serving_runtime(plan: Plan) -> Manifest:
     container = {
         "name": "kserve-container",  # KServe knows the one that serves by this name
@@ -38,6 +43,8 @@ def inference_service(plan: Plan) -> Manifest:
         "predictor": {
             "minReplicas": max(settings.replicas, 1),
             "maxReplicas": settings.max_replicas,
+            # Of the pods: by these core's Service, its budget and Prometheus know them.
+            "labels": objects.labels(plan, SERVER),
             "enableServiceLinks": False,
             "automountServiceAccountToken": False,
             "terminationGracePeriodSeconds": objects.grace_seconds(plan),

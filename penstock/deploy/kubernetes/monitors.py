@@ -61,11 +61,12 @@ def dashboard_config_map(plan: Plan) -> Manifest:
     return made
 
 
-def scaled_object(plan: Plan) -> Manifest:
-    """Has KEDA scale the servers by what they say of themselves: their queues, their caches, and who waits before them.
+def scaled_object(plan: Plan, deployment: str) -> Manifest:
+    """Has KEDA scale the deployment whose pods are the servers.
 
-    Each query is a sum over the fleet and each threshold one replica's share of it. Down slowly, one server a minute:
-    each drains, and the next may turn out to be needed.
+    By what they say of themselves: their queues, their caches, and who waits before them. Each query is a sum over the
+    fleet and each threshold one replica's share of it. Down slowly, one server a minute: each drains, and the next may
+    turn out to be needed.
     """
     settings = plan.settings
     servers, gateways = watched(plan).server_job, watched(plan).gateway_job
@@ -87,7 +88,7 @@ def scaled_object(plan: Plan) -> Manifest:
         },
     }
     spec = {
-        "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": settings.name},
+        "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": deployment},
         "minReplicaCount": settings.replicas,
         "maxReplicaCount": settings.max_replicas,
         "pollingInterval": 10,

@@ -11,6 +11,7 @@ from penstock.deploy.kubernetes.objects import SERVER, Manifest, manifest
 from penstock.deploy.kubernetes.plan import CACHE_FOLDER, CLUSTER_OPTIONS, METRICS_FILES, METRICS_KEY_FILE, Plan
 
 APPLICATION = "penstock.deploy.ray_serve.application:build"
+SERVER_PORT = 8001  # of the one server in each worker's pod; 8000 is Ray Serve's proxy's
 _HEAD_RESOURCES = {"requests": {"cpu": "2", "memory": "4Gi"}, "limits": {"memory": "8Gi"}}
 
 
@@ -26,7 +27,7 @@ def ray_service(plan: Plan) -> Manifest:
             "headGroupSpec": {
                 # The head places servers and runs none.
                 "rayStartParams": {"dashboard-host": "0.0.0.0", "num-cpus": "0"},
-                "template": _template(plan, "ray-head", _HEAD_RESOURCES, gpus=False),
+                "template": _pod(plan, "ray-head", _head(plan), is_head=True),
             },
             "workerGroupSpecs": [
                 {
@@ -34,8 +35,9 @@ def ray_service(plan: Plan) -> Manifest:
                     "replicas": plan.settings.replicas,
                     "minReplicas": plan.settings.replicas,
                     "maxReplicas": plan.settings.max_replicas,
-                    "rayStartParams": {},
-                    "template": _template(plan, "ray-worker", objects.server_resources(plan), gpus=True),
+                    # As much as one server reserves, so that there is one in each.
+                    "rayStartParams": {"num-cpus": str(plan.options.tensor_parallel)},
+                    "template": _pod(plan, SERVER, _worker(plan), is_head=False),
                 }
             ],
         },
@@ -51,9 +53,10 @@ def serve_config(plan: Plan) -> dict[str, Any]:
         "name": settings.name,
         "replicas": max(settings.replicas, 1),
         "max_replicas": settings.max_replicas,
-        # A server takes a whole worker, which has what it needs.
+        # Of each rank; together they take a whole worker.
         "cpus": 1.0,
-        "gpus": float(plan.gpus > 0),
+        "gpus": plan.gpus / plan.options.tensor_parallel,
+        "port": SERVER_PORT,
         "key_file": METRICS_KEY_FILE,
         "options": {**values, "cache_dir": CACHE_FOLDER, "log_format": "json"},
     }
@@ -61,30 +64,42 @@ def serve_config(plan: Plan) -> dict[str, Any]:
     return {"applications": [application]}
 
 
-def _template(plan: Plan, container: str, resources: Manifest, *, gpus: bool) -> Manifest:
+def _head(plan: Plan) -> Manifest:
+    return {"name": "ray-head", "resources": _HEAD_RESOURCES, **_container(plan)}
+
+
+def _worker(plan: Plan) -> Manifest:
+    """Ready when its server is, whatever Ray is: only then do gateways find it."""
     return {
-        "metadata": {"labels": objects.labels(plan, container)},
+        "name": "ray-worker",
+        "resources": objects.server_resources(plan),
+        "ports": [{"name": "http", "containerPort": SERVER_PORT}],
+        "readinessProbe": objects.server_probes(plan)["readinessProbe"],
+        **_container(plan),
+    }
+
+
+def _container(plan: Plan) -> Manifest:
+    return {
+        "image": plan.settings.image,
+        "env": objects.server_environment(plan),
+        "lifecycle": objects.drain_hook(),
+        "securityContext": objects.container_security(),
+        "volumeMounts": [*objects.server_mounts(plan), *objects.mounts(("metrics", METRICS_FILES, True))],
+    }
+
+
+def _pod(plan: Plan, component: str, container: Manifest, *, is_head: bool) -> Manifest:
+    return {
+        "metadata": {"labels": objects.labels(plan, component)},
         "spec": {
             "enableServiceLinks": False,
-            "automountServiceAccountToken": gpus is False,  # the head scales workers
+            "automountServiceAccountToken": is_head,  # the head scales workers
             "securityContext": objects.pod_security(),
             "terminationGracePeriodSeconds": objects.grace_seconds(plan),
             **objects.pull_secrets(plan),
-            **(objects.gpu_tolerations(plan) if gpus else {}),
-            "containers": [
-                {
-                    "name": container,
-                    "image": plan.settings.image,
-                    "env": objects.server_environment(plan),
-                    "resources": resources,
-                    "lifecycle": objects.drain_hook(),
-                    "securityContext": objects.container_security(),
-                    "volumeMounts": [
-                        *objects.server_mounts(plan),
-                        *objects.mounts(("metrics", METRICS_FILES, True)),
-                    ],
-                }
-            ],
+            **({} if is_head else objects.gpu_tolerations(plan)),
+            "containers": [container],
             "volumes": [*objects.server_volumes(plan), objects.metrics_volume(plan)],
         },
     }

@@ -45,7 +45,9 @@ class PenstockReplica:
         environ = dict(os.environ)
         if self._ranks.devices:
             environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._ranks.devices)
-        self._server = LeashedServer(self._settings.arguments, host, environ=environ, key_file=self._settings.key_file)
+        self._server = LeashedServer(
+            self._settings.arguments, host, self._settings.port, environ=environ, key_file=self._settings.key_file
+        )
         await self._server.start(self._settings.start_seconds)
         self.url = reachable_url(host, self._server.port, node_address)
         self._directory: Any = None  # the actor's handle

@@ -1,4 +1,4 @@
-"""A real `penstock serve` beside an actor: started on a free port, asked how it is, drained.
+"""A real `penstock serve` beside an actor: started on a port of its own, asked how it is, drained.
 
 It ends with the actor's process, whatever ends that (`penstock.leash`). Knows nothing of Ray.
 """
@@ -33,11 +33,13 @@ class LeashedServer:
         self,
         arguments: Sequence[str],
         host: str,
+        port: int | None = None,
         *,
         environ: Mapping[str, str] = os.environ,
         key_file: str | None = None,
     ) -> None:
-        port = _free_port(host)
+        """`port` is any that is free, unless it is given."""
+        port = port if port is not None else _free_port(host)
         command = [sys.executable, "-m", "penstock", "serve", *arguments, "--host", host, "--port", str(port)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "penstock.leash", *command],

@@ -24,6 +24,7 @@ class ReplicaSettings:
     application: str = "penstock"
     arguments: tuple[str, ...] = ()  # of `penstock serve`, without host and port
     host: str | None = None  # to listen on; None: the node's own address
+    port: int | None = None  # None: any that is free
     key_file: str | None = None  # on every node: an admin key, with which a replica is asked how it is
     start_seconds: float = 600.0
     drain_seconds: float = 30.0
@@ -63,6 +64,7 @@ class Wanted:
     max_replicas: int | None = None
     cpus: float = 1.0  # for each rank
     gpus: float = 0.0  # for each rank
+    port: int | None = None  # of each server, where every node has room for one only; None: any that is free
     policy: str = "least-loaded"
     route_prefix: str | None = None
     key_file: str | None = None
@@ -86,6 +88,7 @@ def make_settings(sourced: Sourced, wanted: Wanted) -> ApplicationSettings:
         application=wanted.name,
         arguments=serve_arguments(sourced),
         host=options.host if "host" in sourced.sources else None,
+        port=wanted.port,
         key_file=wanted.key_file,
         drain_seconds=options.drain_seconds,
         num_ranks=options.tensor_parallel,

@@ -24,14 +24,28 @@ def run(*arguments: str) -> int:
 def test_it_writes_one_file_for_each_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert run("Qwen/Qwen3-8B", "--out", str(out), "--image", "registry.example.com/penstock:1", "--gpus", "2") == 0
-    deployment = yaml.safe_load((out / "core/server-deployment.yaml").read_text())
+    deployment = yaml.safe_load((out / "servers/deployment.yaml").read_text())
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["image"] == "registry.example.com/penstock:1"
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "2"
     assert 'model = "Qwen/Qwen3-8B"' in (out / "core/server-configmap.yaml").read_text()
+    told = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert told[-4:] == [  # a Secret needs its namespace, and a pod its Secrets
+        f"kubectl apply -f {out}/core/00-namespace.yaml",
+        "kubectl -n penstock create secret generic penstock-keys --from-file=keys.toml",
+        'kubectl -n penstock create secret generic penstock-metrics --from-literal=key="$KEY"',
+        f"kubectl apply -f {out}/core -f {out}/servers",
+    ]
+
+
+def test_every_secret_that_a_pod_needs_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "penstock.toml"
+    names = ("store", "hub", "metrics", "keys")
+    config.write_text("[deploy]\n" + "".join(f'{name}_secret = "our-{name}"\n' for name in names))
+    assert run("--config", str(config), "--out", str(tmp_path / "out")) == 0
     told = capsys.readouterr().out
-    assert f"kubectl apply -f {out}/core" in told
-    assert "penstock-keys, entry keys.toml" in told
+    for secret in ("our-store --from-literal=url=", "our-hub --from-literal=token=", "our-keys", "our-metrics"):
+        assert f"create secret generic {secret}" in told
 
 
 def test_options_that_the_cluster_decides_are_said_to_be_left_out(

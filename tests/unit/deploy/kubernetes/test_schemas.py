@@ -40,7 +40,7 @@ def test_an_older_cluster_takes_it_too(path, tmp_path):
 
 
 def test_servers_without_gpus_are_taken():
-    check(manifests(smallest(gpus=0))["core/server-deployment.yaml"])
+    check(manifests(smallest(gpus=0))["servers/deployment.yaml"])
 
 
 @pytest.mark.parametrize("path", [path for path in PATHS if "configmap" not in path and "namespace" not in path])
