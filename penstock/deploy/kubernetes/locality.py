@@ -83,10 +83,14 @@ def _key_files(fleet: FleetConfig) -> Iterator[tuple[str, str | None]]:
     yield "key_file", fleet.key_file
     for place, entry in enumerate(fleet.replicas):
         yield f"replicas[{place}].key_file", entry.key_file
-    found = fleet.discovery
-    for name, sections in (("dns", found.dns), ("kubernetes", found.kubernetes), ("ray", found.ray)):
-        for place, section in enumerate(sections):
-            yield f"discovery.{name}[{place}].key_file", section.key_file
+    found = {
+        "dns": [section.key_file for section in fleet.discovery.dns],
+        "kubernetes": [section.key_file for section in fleet.discovery.kubernetes],
+        "ray": [section.key_file for section in fleet.discovery.ray],
+    }
+    for name, paths in found.items():
+        for place, path in enumerate(paths):
+            yield f"discovery.{name}[{place}].key_file", path
 
 
 def _is_path(name: str) -> bool:

@@ -7,7 +7,8 @@ from penstock.errors import RemoteError
 
 
 async def test_a_server_that_does_not_start_is_said_at_once():
-    server = LeashedServer(["--workers", "none"], "127.0.0.1")
+    server = LeashedServer(["--workers", "none"], "127.0.0.1", 8765)
+    assert (server.port, server.replica.url) == (8765, "http://127.0.0.1:8765")
     with pytest.raises(RemoteError, match="ended with status 2"):
         await server.start(60)
     await server.stop(0)

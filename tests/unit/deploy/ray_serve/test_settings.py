@@ -39,6 +39,11 @@ def test_a_server_listens_on_its_nodes_address_unless_told_otherwise():
     assert make_settings(sourced(host="127.0.0.1"), Wanted()).replica.host == "127.0.0.1"
 
 
+def test_a_server_has_any_port_unless_there_is_one_for_it():
+    assert make_settings(sourced(), Wanted()).replica.port is None
+    assert make_settings(sourced(), Wanted(port=8001)).replica.port == 8001
+
+
 def test_ranks_follow_the_servers_own_option():
     options = dataclasses.replace(sourced().options, tensor_parallel=2)
     settings = make_settings(Sourced(options, {}), Wanted(gpus=1))
