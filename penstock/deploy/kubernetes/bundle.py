@@ -19,7 +19,7 @@ FOLDERS: Mapping[str, str] = {
     "core": "gateways, and how servers are found; with one of servers, kserve and ray",
     "servers": "servers as a Deployment; with core; any cluster",
     "kserve": "servers under KServe; with core, instead of servers; needs KServe",
-    "ray": "servers on Ray, which scales them; with core, instead of servers; needs KubeRay, penstock[ray] in the image",
+    "ray": "servers on Ray, which scales them; with core, instead of servers; needs KubeRay, and penstock[ray] inside",
     "keda": "scaling by queues and caches; with core, servers and prometheus; needs KEDA",
     "kserve-keda": "the same with kserve; with core, kserve and prometheus; needs KEDA",
     "prometheus": "scraping and alerts; with any servers; needs the Prometheus operator",
