@@ -32,7 +32,9 @@ def kubernetes(
     name: Annotated[str | None, typer.Option(help="Of the deployment (default: penstock)")] = None,
     namespace: Annotated[str | None, typer.Option(help="Where it lives (default: penstock)")] = None,
     image: Annotated[str | None, typer.Option(help="The container image (default: penstock:VERSION)")] = None,
-    replicas: Annotated[int | None, typer.Option(help="The fewest servers (default: 2)")] = None,
+    replicas: Annotated[
+        int | None, typer.Option(help="The fewest servers; 0: none while nobody asks (default: 2)")
+    ] = None,
     max_replicas: Annotated[int | None, typer.Option(help="The most (default: 8)")] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs of each server (default: one for each rank)")] = None,
     hostname: Annotated[str | None, typer.Option(help="By which callers reach it (default: any)")] = None,

@@ -75,6 +75,8 @@ def _check_gate(where: str, gate: GateSection) -> None:
             raise ConfigError(f"{where}.{name}", getattr(gate, name), "give a number between 0 and 1")
     if not 0 < gate.max_logprob_distance < math.inf:
         raise ConfigError(f"{where}.max_logprob_distance", gate.max_logprob_distance, "give a number over 0, in nats")
+    if gate.asks_logprobs and not gate.compares_outputs:
+        raise ConfigError(f"{where}.asks_logprobs", True, "it needs compares_outputs = true, or they are for nothing")
     if gate.first_look < 1:
         raise ConfigError(f"{where}.first_look", gate.first_look, "give at least 1")
     if not 0 <= gate.min_step_seconds <= gate.max_step_seconds < math.inf:

@@ -458,6 +458,7 @@ async def test_a_rollout_is_begun_shown_and_aborted_over_http(admin):
         ("gate = { error_level = 1.5 }", "between 0 and 1"),
         ("gate = { max_ttft_ratio = 0.9 }", "over 1"),
         ("gate = { max_logprob_distance = 0 }", "in nats"),
+        ("gate = { asks_logprobs = true, compares_outputs = false }", "needs compares_outputs"),
         ("gate = { first_look = 0 }", "at least 1"),
         ("gate = { min_step_seconds = 9, max_step_seconds = 1 }", "min_step_seconds"),
         ("gates = {}", "gates"),
