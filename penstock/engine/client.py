@@ -177,6 +177,7 @@ class EngineClient:
         tier: Tier = Tier.ONLINE,
         num_answer_tokens: int = 0,
         call_tokens: int | None = None,
+        call_answers: int = 1,
     ) -> TokenStream:
         """Send a request. Raises EngineUnavailable while there is no engine to take it."""
         if not self.connected:
@@ -200,6 +201,7 @@ class EngineClient:
                 tier=tier,
                 num_answer_tokens=num_answer_tokens,
                 call_tokens=call_tokens,
+                call_answers=call_answers,
             )
         )
         return stream

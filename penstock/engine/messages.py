@@ -32,6 +32,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     # Of a call with several answers the first request stands for all: the tokens of their prompts. The others have 0,
     # and are taken with it. None: there is no other.
     call_tokens: int | None = None
+    call_answers: int = 1  # with call_tokens over 0: how many answers the call has
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

@@ -84,6 +84,7 @@ async def begin_answer(
                     tier=terms.tier,
                     num_answer_tokens=len(so_far),
                     call_tokens=_call_tokens(is_first, prompts, num_choices),
+                    call_answers=need.num_answers if is_first else 1,
                 )
                 choices.append(Choice(index, prompt, stream, assembler, only_scores_prompt=only_scores_prompt))
     except BaseException as error:

@@ -27,6 +27,7 @@ class Submitted:
     num_public_tokens: int = 0
     num_answer_tokens: int = 0
     call_tokens: int | None = None
+    call_answers: int = 1
 
 
 @dataclass
@@ -115,6 +116,7 @@ class FakeEngine:
         num_public_tokens: int = 0,
         num_answer_tokens: int = 0,
         call_tokens: int | None = None,
+        call_answers: int = 1,
         **terms: Any,
     ) -> FakeStream:
         if not self.connected:
@@ -130,6 +132,7 @@ class FakeEngine:
             num_public_tokens,
             num_answer_tokens,
             call_tokens,
+            call_answers,
         )
         self.submitted.append(request)
         return FakeStream(request, self.script(request), self.aborted.append)

@@ -19,6 +19,7 @@ from penstock.errors import Overloaded, TargetUnreachable
 # Of a target, what a forecast may use: it errs, and a promise that was made is to be kept.
 _TTFT_PART = 0.85
 _TIME_PER_TOKEN_PART = 0.93
+_DEADLINE_PART = 0.93
 _LEAST_RETRY_SECONDS = 0.001
 # ... and while it is only guessed how long a step takes.
 _LEAST_GUESSED_RETRY_SECONDS = 0.1
@@ -49,6 +50,7 @@ class Load:
 class Forecast:
     ttft_seconds: float
     token_seconds: float  # between its tokens, while nothing but decoding runs
+    answer_seconds: float  # behind its first token, until it can end at the soonest
     tightest_target: float | None  # the least time per token that was promised, its own included
     rows_after: int
 
@@ -99,6 +101,7 @@ class Admission:
         return Forecast(
             ttft_seconds=now - request.arrival + wait + prefill,
             token_seconds=self._times.model.seconds(after),
+            answer_seconds=self._answer_seconds(request, after),
             tightest_target=tightest,
             rows_after=rows_after,
         )
@@ -117,8 +120,10 @@ class Admission:
                 need += min(now - request.arrival, longest_way)
             if ttft is not None and need > ttft * _TTFT_PART:
                 raise _unreachable("targets.ttft_ms", ttft, enough / _TTFT_PART)
-            if request.deadline is not None and request.arrival + need > request.deadline:
-                raise _unreachable("deadline_ms", request.deadline - request.arrival, enough)
+            answer = self._answer_seconds(request, StepShape(1, len(request.tokens)))
+            if request.deadline is not None and need + answer > _deadline_seconds(request):
+                wanted = request.deadline - request.arrival
+                raise _unreachable("deadline_ms", wanted, (enough + answer) / _DEADLINE_PART)
         if time_per_token is not None and not request.is_batch:
             single = self._times.model.seconds(StepShape(1, len(request.tokens)))
             if single > time_per_token * _TIME_PER_TOKEN_PART:
@@ -128,12 +133,12 @@ class Admission:
         """Return which of the request's terms cannot be kept now, if one cannot."""
         if request.best_effort or not self._times.model.is_trusted:
             return None
-        ttft, deadline, tightest = request.targets.ttft_seconds, request.deadline, forecast.tightest_target
+        ttft, deadline, tightest = request.targets.ttft_seconds, _deadline_seconds(request), forecast.tightest_target
         if request.call_tokens == 0:  # it is in the forecast of its call's first
-            ttft = deadline = None
+            ttft, deadline = None, math.inf
         if ttft is not None and forecast.ttft_seconds > ttft * _TTFT_PART:
             return "ttft"
-        if deadline is not None and request.arrival + forecast.ttft_seconds > deadline:
+        if forecast.ttft_seconds + forecast.answer_seconds > deadline:
             return "deadline"
         if tightest is not None and not request.is_batch and forecast.token_seconds > tightest * _TIME_PER_TOKEN_PART:
             return "time_per_token"
@@ -145,14 +150,13 @@ class Admission:
             endings = _endings(load.running, load.lengths)
             wait = (endings[0][0] if endings else 1.0) * forecast.token_seconds
             message = "the batch is as large as the time per token that was promised allows"
+        elif reason == "ttft":
+            wait = forecast.ttft_seconds - (request.targets.ttft_seconds or 0.0) * _TTFT_PART
+            message = f"the first token would come after {forecast.ttft_seconds * 1000:.0f} ms, later than asked for"
         else:
-            if reason == "ttft":
-                limit = (request.targets.ttft_seconds or 0.0) * _TTFT_PART
-            else:
-                limit = (request.deadline or request.arrival) - request.arrival
-            wait = forecast.ttft_seconds - limit
-            shown = f"{forecast.ttft_seconds * 1000:.0f} ms"
-            message = f"the first token would come after {shown}, later than asked for"
+            wait = self._wait_for_deadline(request, forecast, load)
+            seconds = forecast.ttft_seconds + forecast.answer_seconds
+            message = f"the answer would end after {seconds * 1000:.0f} ms at the soonest, later than its deadline"
         message += "; try again after the time in Retry-After, or accept a late answer with best_effort"
         return Overloaded(message, retry_after_seconds=max(_LEAST_RETRY_SECONDS, wait))
 
@@ -194,6 +198,23 @@ class Admission:
         least = _LEAST_RETRY_SECONDS if self._times.model.is_trusted else _LEAST_GUESSED_RETRY_SECONDS
         return max(least, seconds)
 
+    def _answer_seconds(self, request: RequestState, shape: StepShape) -> float:
+        """How long behind its first token an answer ends at the soonest, in steps of this shape and growing context."""
+        num_left, num_others = request.fewest_left - 1, request.call_answers - 1
+        others_context = _tokens_asked(request) - len(request.tokens)
+        context = shape.context_tokens + others_context + request.call_answers * num_left // 2
+        return num_left * self._times.model.seconds(StepShape(shape.num_rows + num_others, context))
+
+    def _wait_for_deadline(self, request: RequestState, forecast: Forecast, load: Load) -> float:
+        """How long until the answer would end in time: fewer rows decode faster, and less stands before it."""
+        room = _deadline_seconds(request) - forecast.ttft_seconds
+        context = sum([other.computed for other in load.running]) / max(1, len(load.running))
+        for num_ended, (steps, _) in enumerate(_endings(load.running, load.lengths), start=1):
+            rows = max(1, forecast.rows_after - num_ended)
+            if self._answer_seconds(request, StepShape(rows, int(rows * (context + steps)))) <= room:
+                return steps * forecast.token_seconds
+        return forecast.answer_seconds - room
+
     def _alone_seconds(self, num_tokens: int) -> float:
         chunk, seconds = self._pace.steady_step(StepShape(), None, num_tokens // 2)
         return self._prefill_seconds(num_tokens, chunk, seconds, StepShape())
@@ -225,6 +246,11 @@ class Admission:
                 return steps * step_seconds
         # Those ahead must end too before it is this one's turn.
         return (steps + max(rows_short, 1) * mean / max(1, len(load.running))) * step_seconds
+
+
+def _deadline_seconds(request: RequestState) -> float:
+    """How long after its arrival a forecast may let the request end."""
+    return math.inf if request.deadline is None else (request.deadline - request.arrival) * _DEADLINE_PART
 
 
 def _unreachable(param: str, wanted_seconds: float, least_seconds: float) -> TargetUnreachable:

@@ -56,6 +56,7 @@ class RequestState:
     deadline: float | None = None
     best_effort: bool = False
     call_tokens: int | None = None  # see Submit
+    call_answers: int = 1  # see Submit
 
     computed: int = 0  # leading tokens whose KV is computed, or will be by the steps already launched
     in_flight: int = 0  # tokens that launched steps will sample and the host does not know yet
@@ -70,6 +71,11 @@ class RequestState:
     admitted_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_total_tokens - self.num_prompt_tokens <= 1:
+            # No time passes between the tokens of an answer that has one.
+            self.targets = Targets(self.targets.ttft_seconds)
 
     @property
     def known(self) -> int:
@@ -95,6 +101,13 @@ class RequestState:
     def may_stop(self) -> bool:
         """Whether it may end before it has drawn all that it may."""
         return bool(self.stop_ids or self.params.stop)
+
+    @property
+    def fewest_left(self) -> int:
+        """Tokens that must still be drawn before it can end, whatever they are."""
+        most = self.max_total_tokens - self.num_prompt_tokens
+        fewest = min(most, self.params.min_tokens) if self.may_stop else most
+        return max(1, fewest - self.num_output_tokens)
 
     @property
     def is_batch(self) -> bool:

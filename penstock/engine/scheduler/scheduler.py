@@ -151,6 +151,7 @@ class Scheduler:
             deadline=submit.deadline,
             best_effort=submit.best_effort,
             call_tokens=submit.call_tokens,
+            call_answers=submit.call_answers,
         )
 
     def _admit_to_queue(self, request: RequestState) -> None:

@@ -115,9 +115,12 @@ def test_a_full_queues_retry_after_is_when_a_place_is_free():
 def fill(engine, stop_token=9, **params):
     """Take every place of an engine that runs two and lets four wait, with answers of 400 tokens that may stop."""
     for index in range(6):
-        filler = request(f"{index}", prompt=100, answer=400)
-        may_stop = msgspec.structs.replace(filler.params, ignore_eos=False, stop_token_ids=[stop_token], **params)
-        engine.submit(msgspec.structs.replace(filler, params=may_stop))
+        engine.submit(stoppable(request(f"{index}", prompt=100, answer=400), stop_token, **params))
+
+
+def stoppable(submit, stop_token=9, **params):
+    params = msgspec.structs.replace(submit.params, ignore_eos=False, stop_token_ids=[stop_token], **params)
+    return msgspec.structs.replace(submit, params=params)
 
 
 def retry_after(engine):
@@ -165,20 +168,24 @@ def terms_of(name, seconds, arrival):
     name=st.sampled_from(["targets.ttft_ms", "targets.time_per_token_ms", "deadline_ms"]),
     seconds=st.floats(0.001, 0.4),
     prompt=st.integers(1, 12_000),
+    answer=st.integers(2, 128),
     on_its_way=st.floats(0.0, 0.003),
 )
-def test_an_idle_engine_keeps_a_term_or_names_the_least_that_it_could_keep(name, seconds, prompt, on_its_way):
+def test_an_idle_engine_keeps_a_term_or_names_the_least_that_it_could_keep(name, seconds, prompt, answer, on_its_way):
     engine = VirtualEngine(known=H200_LLAMA_8B)
     engine.clock.now = on_its_way
-    first = engine.submit(request("first", prompt=prompt, **terms_of(name, seconds, 0.0)))
+    first = engine.submit(request("first", prompt=prompt, answer=answer, **terms_of(name, seconds, 0.0)))
     if not first.refused:
         return
     assert first.last is not None and first.last.error is not None
     assert (first.last.error_code, first.last.error_param) == (TargetUnreachable.code, name)
     named = re.search(r"at least ([0-9.]+)", first.last.error)
     assert named is not None and seconds < float(named[1]) / 1000
-    second = engine.submit(request("second", prompt=prompt, **terms_of(name, float(named[1]) / 1000, 0.0)))
+    least = terms_of(name, float(named[1]) / 1000, 0.0)
+    second = engine.submit(request("second", prompt=prompt, answer=answer, **least))
     assert not second.refused
+    engine.run([])
+    assert second.last is not None and second.last.finish is FinishReason.LENGTH
 
 
 @settings(max_examples=30, deadline=None)
@@ -186,17 +193,21 @@ def test_an_idle_engine_keeps_a_term_or_names_the_least_that_it_could_keep(name,
     name=st.sampled_from(["targets.ttft_ms", "deadline_ms"]),
     seconds=st.floats(0.001, 0.4),
     prompt=st.integers(1, 3000),
+    answer=st.integers(1, 16),
     num_answers=st.integers(2, 8),
 )
-def test_several_answers_to_one_call_are_in_time_or_told_what_all_of_them_need(name, seconds, prompt, num_answers):
+def test_several_answers_to_one_call_are_in_time_or_told_what_all_of_them_need(
+    name, seconds, prompt, answer, num_answers
+):
     engine = VirtualEngine(known=H200_LLAMA_8B)
 
     def call(prefix, seconds):
         asked = terms_of(name, seconds, 0.0)
-        shares = [num_answers * prompt] + [0] * (num_answers - 1)
+        terms = [{"call_tokens": num_answers * prompt, "call_answers": num_answers}]
+        terms += [{"call_tokens": 0}] * (num_answers - 1)
         return [
-            engine.submit(request(f"{prefix}{index}", prompt=prompt, answer=1, call_tokens=share, **asked))
-            for index, share in enumerate(shares)
+            engine.submit(request(f"{prefix}{index}", prompt=prompt, answer=answer, **share, **asked))
+            for index, share in enumerate(terms)
         ]
 
     answers = call("a", seconds)
@@ -210,7 +221,8 @@ def test_several_answers_to_one_call_are_in_time_or_told_what_all_of_them_need(n
         seconds = float(named[1]) / 1000
         answers = call("b", seconds)
     engine.run([])
-    assert all(not answer.refused and answer.ttft <= seconds for answer in answers)
+    assert all(not one.refused and one.ttft <= seconds for one in answers)
+    assert all(one.last is not None and one.last.finish is FinishReason.LENGTH for one in answers)
 
 
 def test_a_deadline_that_an_idle_engine_could_not_meet_is_the_callers_mistake_even_while_the_queue_is_full():
@@ -240,6 +252,15 @@ def test_a_target_that_an_idle_engine_could_not_meet_is_the_callers_mistake():
     for outcome in (slow, fast):
         assert outcome.last is not None
         assert outcome.last.error_code == TargetUnreachable.code
+
+
+def test_an_answer_of_one_token_has_no_time_per_token_that_could_be_missed():
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    single = engine.submit(request("single", answer=1, targets=Targets(time_per_token_seconds=0.001)))
+    beside = engine.submit(request("beside", targets=Targets(time_per_token_seconds=0.03)))
+    engine.run([])
+    assert not single.refused and not beside.refused
+    assert engine.engine.stats().promises["time_per_token"] == {"kept": 1, "broken": 0}
 
 
 def test_running_requests_keep_their_time_per_token_while_long_prompts_arrive():
@@ -294,7 +315,7 @@ def test_a_deadline_ends_a_request_within_one_step_in_any_phase(deadline, phase)
 def test_a_deadline_that_has_passed_is_refused_before_it_costs_anything():
     engine = VirtualEngine(known=H200_LLAMA_8B)
     engine.clock.now = 5.0
-    outcome = engine.submit(request("a", 4.0, deadline=4.5))
+    outcome = engine.submit(request("a", 4.0, answer=8, deadline=4.5))
     assert outcome.last is not None
     assert outcome.last.error_code == DeadlineExceeded.code
     assert not engine.engine.has_work
@@ -304,14 +325,44 @@ def test_a_deadline_that_comes_before_the_first_token_could_is_refused():
     engine = VirtualEngine(known=H200_LLAMA_8B)
     for index in range(100):
         engine.submit(request(f"{index}"))
-    outcome = engine.submit(request("hopeless", deadline=0.05))
+    outcome = engine.submit(request("hopeless", answer=1, deadline=0.05))
     assert outcome.last is not None
     assert outcome.last.error_code == Overloaded.code
 
 
+def test_a_deadline_that_the_fewest_tokens_of_an_answer_pass_is_the_callers_mistake():
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    may_end_soon = stoppable(request("soon", answer=1000, deadline=1.0))
+    must_be_long = stoppable(request("long", answer=1000, deadline=1.0), min_tokens=500)
+    cannot_stop = request("whole", answer=500, deadline=1.0)
+    assert not engine.submit(may_end_soon).refused
+    for hopeless in (must_be_long, cannot_stop):
+        outcome = engine.submit(hopeless)
+        assert outcome.last is not None
+        assert (outcome.last.error_code, outcome.last.error_param) == (TargetUnreachable.code, "deadline_ms")
+
+
+def test_a_deadline_that_a_large_batch_would_pass_is_refused_until_enough_of_it_has_ended():
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    for index in range(200):
+        engine.submit(request(f"{index}", prompt=200, answer=100 + 5 * index))
+    engine.run([], until=1.5)
+
+    def ask(name):
+        asked = request(name, engine.clock.now, prompt=64, answer=200, deadline=engine.clock.now + 1.1)
+        return engine.submit(asked)
+
+    first = ask("first").last
+    assert first is not None and first.error_code == Overloaded.code and first.retry_after_seconds is not None
+    engine.run([], until=engine.clock.now + 1.1 * first.retry_after_seconds)
+    second = ask("second")
+    engine.run([])
+    assert second.last is not None and second.last.finish is FinishReason.LENGTH
+
+
 def test_deadlines_are_counted_as_kept_or_broken():
     engine = VirtualEngine(known=H200_LLAMA_8B)
-    engine.run([request("kept", deadline=60.0), request("broken", answer=4000, deadline=1.0)])
+    engine.run([request("kept", deadline=60.0), stoppable(request("broken", answer=4000, deadline=1.0))])
     assert engine.engine.stats().promises["deadline"] == {"kept": 1, "broken": 1}
 
 
