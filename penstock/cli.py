@@ -14,7 +14,7 @@ from rich.text import Text
 
 import penstock
 from penstock.commands import bench, deploy, keys, rollout
-from penstock.commands.flags import options_of, takes_options
+from penstock.commands.flags import number_flag, options_of, takes_options
 from penstock.config import Sourced
 from penstock.errors import PenstockError
 from penstock.request import SamplingParams
@@ -37,7 +37,7 @@ app.add_typer(rollout.app, name="rollout")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens to answer with (default: 128, or what fits)")]
-Temperature = Annotated[float | None, typer.Option(min=0.0, max=2.0, help="0 is greedy; more is more varied")]
+Temperature = Annotated[float | None, number_flag("--temperature", "0 is greedy; more is more varied", high=2.0)]
 
 
 def _show_version(wanted: bool) -> None:
@@ -211,7 +211,7 @@ def simulate(
         str | None,
         typer.Option(metavar="NAME,…", help="Scale by each: promises, queue-length, and an oracle to compare with"),
     ] = None,
-    start_seconds: Annotated[float, typer.Option(min=0.1, help="How long a replica takes to start")] = 6.5,
+    start_seconds: Annotated[float, number_flag("--start-seconds", "How long a replica takes to start", low=0.1)] = 6.5,
 ) -> int:
     """Tell what a server would do under load, in virtual time."""
     from penstock.commands import simulate

@@ -27,6 +27,7 @@ _OTHER_VARIABLES = frozenset({"PENSTOCK_API_KEY"})  # the key that commands send
 
 Group = Literal["model", "device", "memory", "scheduler", "server"]
 
+_MOST_BYTES = float(2**63)  # more than any memory; what is too much for this one is refused by whoever takes it
 _DEPLOY_TABLE = "deploy"  # a table of the file that is not about serving: `penstock deploy` reads it
 
 
@@ -178,13 +179,14 @@ def gather(given: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ,
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return a sentence for each variable that looks like an option's but is none."""
-    known = [item.name for item in dataclasses.fields(Options)]
-    allowed = {*map(_variable, known), *_OTHER_VARIABLES}
+    known = {*(_variable(item.name) for item in dataclasses.fields(Options)), *_OTHER_VARIABLES}
+    # Compared without what all have in common, or any would be near.
+    names = {variable.removeprefix(_PREFIX): variable for variable in sorted(known)}
     sentences = []
     for variable in sorted(environ):
-        if variable.startswith(_PREFIX) and variable not in allowed:
-            close = difflib.get_close_matches(variable.removeprefix(_PREFIX).lower(), known, n=1)
-            advice = f"did you mean {_variable(close[0])}?" if close else "`penstock explain` lists the options"
+        if variable.startswith(_PREFIX) and variable not in known:
+            close = difflib.get_close_matches(variable.removeprefix(_PREFIX), names, n=1)
+            advice = f"did you mean {names[close[0]]}?" if close else "`penstock explain` lists the options"
             sentences.append(f"{variable} is no option and is ignored; {advice}")
     return sentences
 
@@ -195,7 +197,7 @@ def parse_bytes(option: str, text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in units:
         raise ConfigError(option, text, "give a number of bytes such as 512MiB or 2GiB")
-    return int(float(match[1]) * units[match[2].upper()])
+    return int(min(float(match[1]) * units[match[2].upper()], _MOST_BYTES))
 
 
 def _read_file(file: Path) -> dict[str, Any]:
@@ -214,7 +216,7 @@ def _convert(shown: str, value: Any, kind: Any, limits: Mapping[str, Any]) -> An
     if kind is bool:
         return _to_bool(shown, value)
     if kind in (int, float):
-        return _to_number(shown, value, kind, limits)
+        return to_number(shown, value, kind, limits["low"], limits.get("high", math.inf))
     text = str(value)
     if "choices" in limits and text not in limits["choices"]:
         raise ConfigError(shown, value, f"give one of: {', '.join(limits['choices'])}")
@@ -229,16 +231,24 @@ def _to_bool(shown: str, value: Any) -> bool:
     return words[word]
 
 
-def _to_number(shown: str, value: Any, kind: type, limits: Mapping[str, Any]) -> int | float:
+def to_number(
+    shown: str, value: Any, kind: type[int] | type[float], low: float, high: float = math.inf, *, open_low: bool = False
+) -> int | float:
+    """Return a finite number from `low` (over it, with `open_low`) to `high`. Raises ConfigError."""
+    number = _read_number(value, kind)
+    if number is None or number < low or number > high or (open_low and number == low):
+        what = "a whole number" if kind is int else "a number"
+        least = f"over {low:g}" if open_low else f"of at least {low:g}" if high == math.inf else f"from {low:g}"
+        most = "" if high == math.inf else f" {'and at most' if open_low else 'to'} {high:.15g}"
+        raise ConfigError(shown, value, f"give {what} {least}{most}")
+    return number
+
+
+def _read_number(value: Any, kind: type[int] | type[float]) -> int | float | None:
+    if isinstance(value, bool) or (kind is int and isinstance(value, float)):
+        return None
     try:
         number = kind(value)
-        if not math.isfinite(number) or isinstance(value, bool) or (kind is int and isinstance(value, float)):
-            raise ValueError
+        return number if math.isfinite(number) else None
     except (ValueError, TypeError, OverflowError):
-        right = "a whole number" if kind is int else "a finite number"
-        raise ConfigError(shown, value, f"give {right}") from None
-    low, high = limits.get("low"), limits.get("high")
-    if (low is not None and number < low) or (high is not None and number > high):
-        bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
-        raise ConfigError(shown, value, f"give a number {bounds}")
-    return typing.cast("int | float", number)
+        return None

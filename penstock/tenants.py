@@ -17,6 +17,8 @@ OPEN_TENANT = "open"
 
 # Of a tenant's share of a busy engine. What is served is counted in parts of it, so it must not be any number.
 LEAST_WEIGHT, LARGEST_WEIGHT = 0.001, 1000.0
+# After a rotation, how long the old secret may go on to open the key: a secret that is to be replaced has to end.
+MAX_OVERLAP_SECONDS = 30 * 24 * 3600
 # Whom a gateway's copies of requests count for, which it marks with this header: no key can have this name.
 SHADOW_TENANT = "(shadow)"
 SHADOW_HEADER = "x-penstock-shadow"

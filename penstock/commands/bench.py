@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from penstock.commands.flags import options_of, takes_options
+from penstock.commands.flags import number_flag, options_of, takes_options
 from penstock.config import Sourced
 from penstock.errors import ConfigError
 
@@ -60,15 +60,15 @@ Warmup = Annotated[
 ]
 Temperature = Annotated[
     float | None,
-    typer.Option(min=0.0, max=2.0, help="0 is greedy (default: the workload's)", rich_help_panel=ASKING),
+    number_flag("--temperature", "0 is greedy (default: the workload's)", high=2.0, rich_help_panel=ASKING),
 ]
 IgnoreEos = Annotated[bool, typer.Option(help="Answers as long as asked for, past end-of-text", rich_help_panel=ASKING)]
 SloTtft = Annotated[
-    float | None, typer.Option(min=0.0, metavar="MS", help="Goodput: most time to first token", rich_help_panel=RESULT)
+    float | None, number_flag("--slo-ttft", "Goodput: most time to first token", metavar="MS", rich_help_panel=RESULT)
 ]
 SloTpot = Annotated[
     float | None,
-    typer.Option(min=0.0, metavar="MS", help="Goodput: most time per output token", rich_help_panel=RESULT),
+    number_flag("--slo-tpot", "Goodput: most time per output token", metavar="MS", rich_help_panel=RESULT),
 ]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write every figure", rich_help_panel=RESULT)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.commands.flags import takes_options
+from penstock.commands.flags import number_flag, takes_options
 from penstock.config import Options, Sourced
 
 app = typer.Typer(help="Put servers and gateways on a cluster.", no_args_is_help=True)
@@ -67,10 +67,10 @@ def ray(
     max_replicas: Annotated[
         int | None, typer.Option(min=1, help="Scale up to so many by the replicas' promises (default: do not scale)")
     ] = None,
-    cpus: Annotated[float, typer.Option(min=0.0, help="CPUs to reserve for each rank of a server")] = 1.0,
+    cpus: Annotated[float, number_flag("--cpus", "CPUs to reserve for each rank of a server")] = 1.0,
     gpus: Annotated[
         float | None,
-        typer.Option(min=0.0, help="GPUs for each rank (default: 1 where the cluster has any and --device may use it)"),
+        number_flag("--gpus", "GPUs for each rank (default: 1 where the cluster has any and --device may use it)"),
     ] = None,
     key_file: Annotated[
         str | None,

@@ -7,6 +7,7 @@ panel. Values stay text: `gather` checks them, so that a flag, an environment va
 import dataclasses
 import functools
 import inspect
+import math
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,32 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.config import Group, Options, flag, gather, unknown_variables
+from penstock.config import Group, Options, flag, gather, to_number, unknown_variables
 
 CONFIG_HELP = "TOML file of options, named as the flags are"
 
 _Field = dataclasses.Field[Any]
+
+
+def number_flag(
+    name: str,
+    text: str | None = None,
+    *,
+    low: float = 0.0,
+    high: float = math.inf,
+    open_low: bool = False,
+    metavar: str = "NUMBER",
+    **looks: Any,
+) -> Any:
+    """Return the typer option of a flag that takes a number, which fails as the flags of options do.
+
+    Typer's own bounds would ask of a NaN that it be larger.
+    """
+
+    def parse(value: Any) -> float:
+        return to_number(name, value, float, low, high, open_low=open_low)
+
+    return typer.Option(name, parser=parse, help=text, metavar=metavar, **looks)
 
 
 def options_of(*groups: Group) -> tuple[str, ...]:

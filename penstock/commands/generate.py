@@ -4,6 +4,7 @@ import msgspec
 
 from penstock.commands.models import fetch
 from penstock.config import Sourced
+from penstock.errors import ConfigError
 from penstock.llm import LLM
 from penstock.request import SamplingParams
 
@@ -15,13 +16,12 @@ def run(sourced: Sourced, prompt: str, params: SamplingParams) -> int:
     fetch(sourced.options)
     given = {name: getattr(sourced.options, name) for name in sourced.sources if name != "model"}
     with LLM(sourced.options.model, **given) as llm:
+        num_tokens = len(llm.tokenizer.encode(prompt, add_special=True))
+        if not num_tokens:
+            raise ConfigError("PROMPT", prompt, "give a text to continue, or - and the text on standard input")
         if params.max_tokens is None:
-            params = msgspec.structs.replace(params, max_tokens=_default_length(llm, prompt))
+            room = llm.config.max_context_tokens - num_tokens
+            params = msgspec.structs.replace(params, max_tokens=min(_DEFAULT_TOKENS, max(1, room)))
         (completion,) = llm.generate([prompt], params)
     print(completion.text)
     return 0
-
-
-def _default_length(llm: LLM, prompt: str) -> int:
-    room = llm.config.max_context_tokens - len(llm.tokenizer.encode(prompt, add_special=True))
-    return min(_DEFAULT_TOKENS, max(1, room))

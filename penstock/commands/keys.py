@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.commands.flags import takes_options
+from penstock.commands.flags import number_flag, takes_options
 from penstock.commands.tables import print_table
 from penstock.config import Options, Sourced
 from penstock.errors import ConfigError
 from penstock.request import Targets
-from penstock.tenants import KeyTerms, Limits, StoredKey
+from penstock.tenants import LARGEST_WEIGHT, LEAST_WEIGHT, MAX_OVERLAP_SECONDS, KeyTerms, Limits, StoredKey
 
 if TYPE_CHECKING:
     from penstock.store.keys import KeyStore
@@ -33,7 +33,6 @@ LIMITS, TARGETS = "Limits (default: none)", "Targets"
 Name = Annotated[str, typer.Argument(help="The tenant that the key's requests count for")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 Limit = Annotated[int | None, typer.Option(min=1, rich_help_panel=LIMITS, show_default=False)]
-Target = Annotated[float | None, typer.Option(min=0.0, rich_help_panel=TARGETS, show_default=False)]
 
 
 @app.command()
@@ -42,7 +41,12 @@ def create(
     sourced: Sourced,
     name: Name,
     admin: Annotated[bool, typer.Option("--admin", help="Also opens admin routes")] = False,
-    weight: Annotated[float, typer.Option(help="Share of a busy engine, against other tenants'")] = 1.0,
+    weight: Annotated[
+        float,
+        number_flag(
+            "--weight", "Share of a busy engine, against other tenants'", low=LEAST_WEIGHT, high=LARGEST_WEIGHT
+        ),
+    ] = 1.0,
     priority: Annotated[
         int | None, typer.Option(help="Of its requests, and the highest they may ask for; larger runs earlier")
     ] = None,
@@ -55,8 +59,14 @@ def create(
     concurrent_requests: Limit = None,
     tokens_per_day: Limit = None,
     longest_context: Limit = None,
-    ttft_seconds: Target = None,
-    time_per_token_seconds: Target = None,
+    ttft_seconds: Annotated[
+        float | None,
+        number_flag("--ttft-seconds", open_low=True, rich_help_panel=TARGETS, show_default=False),
+    ] = None,
+    time_per_token_seconds: Annotated[
+        float | None,
+        number_flag("--time-per-token-seconds", open_low=True, rich_help_panel=TARGETS, show_default=False),
+    ] = None,
     json: Json = False,
 ) -> int:
     """Make a key and print it. It is shown this once."""
@@ -105,12 +115,12 @@ def rotate(
     sourced: Sourced,
     name: Name,
     overlap: Annotated[
-        str, typer.Option(metavar="TIME", help="How long the old one works as well, such as 90s, 30m, 24h or 7d")
+        str, typer.Option(metavar="TIME", help="How long the old one works as well: 90s, 30m, 24h, 7d; at most 30d")
     ] = "0s",
     json: Json = False,
 ) -> int:
     """Give a key a new secret and print it. It is shown this once."""
-    seconds = parse_seconds("--overlap", overlap)
+    seconds = parse_overlap("--overlap", overlap)
     with stored_keys(sourced.options) as store:
         show_secret(name, store.rotate(name, overlap_seconds=seconds), as_json=json)
     return 0
@@ -130,12 +140,15 @@ def stored_keys(options: Options) -> Iterator["KeyStore"]:
         database.close()
 
 
-def parse_seconds(option: str, text: str) -> float:
+def parse_overlap(option: str, text: str) -> float:
     """Return the seconds in "90s", "30m", "24h" or "7d"."""
-    match = re.fullmatch(r"\s*(\d+)\s*([smhd])\s*", text)
+    match = re.fullmatch(r"\s*(\d+)\s*([smhd])\s*", text, re.ASCII)
     if match is None:
         raise ConfigError(option, text, "give a time such as 90s, 30m, 24h or 7d")
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    if seconds > MAX_OVERLAP_SECONDS:
+        raise ConfigError(option, text, f"give at most {MAX_OVERLAP_SECONDS // 86400}d; to end both, revoke the key")
+    return seconds
 
 
 def show_secret(name: str, secret: str, *, as_json: bool) -> None:
@@ -153,11 +166,10 @@ def show_keys(keys: list[StoredKey], *, as_json: bool) -> None:
         print(json.dumps(msgspec.to_builtins(keys), indent=2))
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("key", "state", "made", "weight", "priority", "models", "limits"):
+    for column in ("key", "state", "made", "weight", "priority", "models", "limits", "targets"):
         table.add_column(column, overflow="fold")
     for key in keys:
         terms = key.terms
-        limits = msgspec.to_builtins(terms.limits)
         table.add_row(
             Text(key.name + (" (admin)" if terms.admin else "")),
             _state(key),
@@ -165,9 +177,15 @@ def show_keys(keys: list[StoredKey], *, as_json: bool) -> None:
             f"{terms.weight:g}",
             str(terms.priority or 0),
             Text(", ".join(terms.models) if terms.models is not None else "all"),
-            ", ".join(f"{name} {value}" for name, value in limits.items()) or "none",
+            _stated(terms.limits),
+            _stated(terms.targets),
         )
     print_table(table)
+
+
+def _stated(struct: msgspec.Struct) -> str:
+    """Return the fields that say something, which are those that would be written."""
+    return ", ".join(f"{name} {value}" for name, value in msgspec.to_builtins(struct).items()) or "none"
 
 
 def _state(key: StoredKey) -> str:

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 
 import msgspec
 from rich.table import Table
@@ -32,7 +33,7 @@ def run(options: Options, *, tenant: str | None, since: str | None, as_json: boo
 
 def parse_day(option: str, text: str) -> str:
     """Return the day in "2026-01-31" or "7d", seven days back, as the ledger writes it."""
-    if text.endswith("d") and text[:-1].isdigit() and len(text) < 7:
+    if re.fullmatch(r"[0-9]{1,5}d", text):
         today = datetime.datetime.now(tz=datetime.UTC).date()
         return (today - datetime.timedelta(days=int(text[:-1]))).isoformat()
     try:

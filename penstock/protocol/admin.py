@@ -5,7 +5,7 @@ from pydantic import Field
 
 from penstock.protocol.wire import WireModel
 from penstock.request import Targets
-from penstock.tenants import KeyTerms, Limits, StoredKey, Usage, check_terms
+from penstock.tenants import MAX_OVERLAP_SECONDS, KeyTerms, Limits, StoredKey, Usage, check_terms
 
 
 class KeyLimits(WireModel):
@@ -51,7 +51,9 @@ class KeyRequest(WireModel):
 
 
 class RotateRequest(WireModel):
-    overlap_seconds: float = Field(0.0, ge=0, description="How long the old secret opens the key as well")
+    overlap_seconds: float = Field(
+        0.0, ge=0, le=MAX_OVERLAP_SECONDS, description="How long the old secret opens the key as well"
+    )
 
 
 class NewSecret(msgspec.Struct, frozen=True):

@@ -130,9 +130,9 @@ def _advice(details: ErrorDetails) -> str:
         return plain[kind]
     templates: dict[str, str] = {
         "literal_error": "give one of: {expected}",
-        "greater_than_equal": "give a number of at least {ge}",
-        "greater_than": "give a number over {gt}",
-        "less_than_equal": "give a number of at most {le}",
+        "greater_than_equal": "give a number of at least {ge:.15g}",
+        "greater_than": "give a number over {gt:.15g}",
+        "less_than_equal": "give a number of at most {le:.15g}",
         "too_short": f"give at least {_counted(limits.get('min_length'), 'entry', 'entries')}",
         "too_long": f"give at most {_counted(limits.get('max_length'), 'entry', 'entries')}",
         "string_too_short": f"give at least {_counted(limits.get('min_length'), 'character', 'characters')}",

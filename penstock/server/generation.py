@@ -6,6 +6,7 @@ Knows nothing of the API that the call came through.
 import msgspec
 
 from penstock.errors import InvalidParameter, PenstockError
+from penstock.metering.meter import Charge
 from penstock.request import FinishReason, SamplingParams, Tier
 from penstock.server.answer import Answer, Choice, Prompt
 from penstock.server.context import ServerContext
@@ -90,14 +91,19 @@ async def begin_answer(
     except BaseException as error:
         for choice in choices:
             choice.abort()
-        if terms.tier is Tier.BATCH:
-            charge.withdraw()  # it will be tried again
-        else:
-            record.error_code = error.code if isinstance(error, PenstockError) else PenstockError.code
-            await charge.closed(record)
+        await _close_charge(charge, terms, record, error)
         raise
     record.num_choices = len(choices)
     return Answer(prompts, choices, charge)
+
+
+async def _close_charge(charge: Charge, terms: Terms, record: RequestRecord, error: BaseException) -> None:
+    """Settle what was reserved for an answer that did not begin."""
+    if terms.tier is Tier.BATCH:
+        charge.withdraw()  # it will be tried again
+    else:
+        record.error_code = error.code if isinstance(error, PenstockError) else PenstockError.code
+        await charge.closed(record)
 
 
 def _call_tokens(is_first: bool, prompts: list[Prompt], num_choices: int) -> int | None:

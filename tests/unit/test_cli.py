@@ -129,7 +129,7 @@ def test_a_bad_value_ends_in_one_sentence_and_status_2(served: Served, capsys: p
     assert run("serve", "--port", "eighty") == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err == "--port: 'eighty' is not usable; give a whole number\n"
+    assert shown.err == "--port: 'eighty' is not usable; give a whole number from 0 to 65535\n"
     assert served.sourced is None
 
 

@@ -42,14 +42,17 @@ def test_none_counts_as_not_given() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "right"),
     [
-        ("port", "http", "give a whole number"),
-        ("port", "65536", "give a number from 0 to 65535"),
-        ("port", 1.5, "give a whole number"),
-        ("port", True, "give a whole number"),
-        ("max_context_tokens", "15", "give a number of at least 16"),
-        ("drain_seconds", math.nan, "give a finite number"),
-        ("drain_seconds", "inf", "give a finite number"),
-        ("drain_seconds", "-1", "give a number of at least 0.0"),
+        ("port", "http", "give a whole number from 0 to 65535"),
+        ("port", "65536", "give a whole number from 0 to 65535"),
+        ("port", "1e999", "give a whole number from 0 to 65535"),
+        ("port", 1.5, "give a whole number from 0 to 65535"),
+        ("port", True, "give a whole number from 0 to 65535"),
+        ("port", 10**400, "give a whole number from 0 to 65535"),
+        ("max_context_tokens", "15", "give a whole number of at least 16"),
+        ("drain_seconds", math.nan, "give a number of at least 0"),
+        ("drain_seconds", "inf", "give a number of at least 0"),
+        ("drain_seconds", "1e999", "give a number of at least 0"),
+        ("drain_seconds", "-1", "give a number of at least 0"),
         ("device", "tpu", "give one of: auto, cpu, cuda, simulated"),
         ("prefix_cache", "perhaps", "give true or false"),
     ],
@@ -95,6 +98,7 @@ def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
         ("512MiB", 512 * 2**20),
         ("1.5 gib", 3 * 2**29),
         (" 2GB ", 2 * 10**9),
+        ("9" * 400 + "GiB", 2**63),
     ],
 )
 def test_sizes_are_read_with_their_unit(text: str, expected: int) -> None:
@@ -118,7 +122,9 @@ def test_every_option_has_a_group_and_a_help_text() -> None:
 
 def test_a_misspelt_variable_is_named_with_the_nearest_option():
     environ = {"PENSTOCK_POTR": "1", "PENSTOCK_PORT": "2", "PENSTOCK_API_KEY": "x", "POTR": "3", "PENSTOCK_XQZW": "4"}
+    environ["PENSTOCK_APIKEY"] = "5"
     assert unknown_variables(environ) == [
+        "PENSTOCK_APIKEY is no option and is ignored; did you mean PENSTOCK_API_KEY?",
         "PENSTOCK_POTR is no option and is ignored; did you mean PENSTOCK_PORT?",
         "PENSTOCK_XQZW is no option and is ignored; `penstock explain` lists the options",
     ]

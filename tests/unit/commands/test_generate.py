@@ -7,6 +7,7 @@ import pytest
 
 from penstock.commands import generate
 from penstock.config import gather
+from penstock.errors import ConfigError
 from penstock.request import SamplingParams
 
 
@@ -79,3 +80,10 @@ def test_a_default_length_that_does_not_fit_is_shortened(made: list[FakeLlm], nu
     generate.run(gather({}, environ={}), "x" * num_characters, SamplingParams())
     (llm,) = made
     assert llm.asked == (["x" * num_characters], SamplingParams(max_tokens=length))
+
+
+def test_a_prompt_without_a_token_is_refused_with_what_to_give(made: list[FakeLlm]) -> None:
+    with pytest.raises(ConfigError, match=r"^PROMPT: '' is not usable; give a text to continue, or - and the text"):
+        generate.run(gather({}, environ={}), "", SamplingParams())
+    (llm,) = made
+    assert llm.asked is None and llm.closed

@@ -70,6 +70,31 @@ def test_every_term_has_a_flag(store):
     )
 
 
+def test_the_list_shows_limits_and_targets(store, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    run("keys", "create", "alice", "--requests-per-minute", "60", "--ttft-seconds", "0.5")
+    run("keys", "create", "bob")
+    capsys.readouterr()
+    assert run("keys", "list") == 0
+    _, alice, bob = capsys.readouterr().out.splitlines()
+    assert "requests_per_minute 60" in alice and "ttft_seconds 0.5" in alice
+    assert bob.split()[-2:] == ["none", "none"]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "1e999", "-1", "much"])
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("--ttft-seconds", "give a number over 0"),
+        ("--time-per-token-seconds", "give a number over 0"),
+        ("--weight", "give a number from 0.001 to 1000"),
+    ],
+)
+def test_what_is_no_number_within_a_flags_bounds_is_told_the_bounds(store, capsys, name, right, value):
+    assert run("keys", "create", "alice", name, value) == 2
+    assert capsys.readouterr().err == f"{name}: {value!r} is not usable; {right}\n"
+
+
 def test_a_rotated_key_has_a_new_secret_beside_the_old(store, capsys):
     run("keys", "create", "alice", "--json")
     old = json.loads(capsys.readouterr().out)["key"]
@@ -100,6 +125,8 @@ def test_a_revoked_key_is_listed_as_such(store, capsys):
         ["revoke", "nobody"],
         ["rotate", "nobody"],
         ["rotate", "nobody", "--overlap", "soon"],
+        ["rotate", "nobody", "--overlap", "31d"],
+        ["rotate", "nobody", "--overlap", "9" * 400 + "s"],
         ["list", "--store", "none"],
         ["list", "--store", "mysql://x/y"],
     ],
@@ -129,3 +156,4 @@ def test_usage_is_shown_by_tenant_and_day(store, capsys):
     assert run("usage") == 0
     assert "alice" in capsys.readouterr().out
     assert run("usage", "--since", "monday") == 2
+    assert run("usage", "--since", "²d") == 2

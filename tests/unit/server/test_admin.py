@@ -120,6 +120,13 @@ async def test_a_key_is_rotated_without_a_body(service, admin):
     await followed(service, answer.json()["secret"], 200)
 
 
+async def test_an_old_secret_cannot_be_kept_for_ever(service, admin):
+    secret = (await admin.post("/admin/keys", json={"name": "alice"})).json()["secret"]
+    refused = await admin.post("/admin/keys/alice/rotate", json={"overlap_seconds": 30 * 86400 + 1})
+    assert refused.json()["error"]["message"].endswith("give a number of at most 2592000")
+    await followed(service, secret, 200)
+
+
 async def test_an_unknown_key_cannot_be_revoked(admin):
     refused = await admin.delete("/admin/keys/nobody")
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "key_not_found")
