@@ -28,6 +28,7 @@ from rich.text import Text
 from penstock import machine
 from penstock.commands.tables import print_table
 from penstock.config import Options
+from penstock.run_folder import PREFIX
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
@@ -203,7 +204,7 @@ def check_sockets(options: Options) -> Finding:
         advice = "a Unix socket there would have too long a name: set TMPDIR to a shorter path"
         return Finding("sockets", Status.FAIL, base, advice)
     try:
-        with tempfile.TemporaryDirectory(prefix="penstock-") as folder, socket.socket(socket.AF_UNIX) as probe:
+        with tempfile.TemporaryDirectory(prefix=PREFIX) as folder, socket.socket(socket.AF_UNIX) as probe:
             probe.bind(str(Path(folder) / "probe"))
     except OSError as error:
         advice = "set TMPDIR to a local folder that you may write"

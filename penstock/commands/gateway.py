@@ -2,10 +2,8 @@
 
 import asyncio
 import dataclasses
-import shutil
 import signal
 import socket
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from penstock.fleet.fleet_file import read_fleet
 from penstock.fleet.gateway import Gateway
 from penstock.metering.counts import StoreCounts
 from penstock.metering.tenancy import Tenancy
+from penstock.run_folder import run_folder
 from penstock.server import config as server_config
 from penstock.server.config import ServerConfig
 from penstock.server.listeners import joined, listen, listen_for_admin, remove_socket
@@ -46,15 +45,14 @@ def run(sourced: Sourced, wanted: Wanted) -> int:
     if "port" not in sourced.sources:
         config = dataclasses.replace(config, port=DEFAULT_PORT)
     telemetry.configure_logging(config.log_format, process="gateway")
-    folder = Path(tempfile.mkdtemp(prefix="penstock-gateway-"))  # mode 0700: only we may connect
-    try:
-        listener, admin = listen(config.host, config.port), listen_for_admin(config.admin, folder)
-        config = prepare_store(config)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, fleet, listener, admin))
-    finally:
-        remove_socket(config.admin)
-        shutil.rmtree(folder, ignore_errors=True)
+    with run_folder("gateway-") as folder:
+        try:
+            listener, admin = listen(config.host, config.port), listen_for_admin(config.admin, folder)
+            config = prepare_store(config)
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_serve(config, fleet, listener, admin))
+        finally:
+            remove_socket(config.admin)
     return 0
 
 

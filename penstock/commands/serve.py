@@ -15,6 +15,7 @@ from penstock.config import Sourced
 from penstock.engine import setup
 from penstock.engine.timeline import Timeline, process_started
 from penstock.engine.tokenizer import Tokenizer
+from penstock.run_folder import run_folder
 from penstock.server import config as server_config
 from penstock.server.supervisor import ENGINE_MODULE, Supervisor
 
@@ -28,7 +29,7 @@ def run(sourced: Sourced, *, engine_module: str = ENGINE_MODULE) -> int:
     files = fetch(sourced.options)
     timeline.mark("model files")
     console = Console()
-    with _LoadingBar(Console(stderr=True)) as bar:
+    with run_folder() as folder, _LoadingBar(Console(stderr=True)) as bar:
 
         def announce(supervisor: Supervisor) -> None:
             bar.close()
@@ -42,6 +43,7 @@ def run(sourced: Sourced, *, engine_module: str = ENGINE_MODULE) -> int:
                 config,
                 files,
                 timeline,
+                folder,
                 on_ready=announce,
                 on_progress=bar.show,
                 engine_module=engine_module,

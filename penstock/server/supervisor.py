@@ -8,11 +8,9 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +46,7 @@ class StartFailed(PenstockError):
 
 
 class Supervisor:
-    """One server's processes."""
+    """One server's processes. `folder` is where they meet; whoever made it takes it away."""
 
     def __init__(
         self,
@@ -56,6 +54,7 @@ class Supervisor:
         config: ServerConfig,
         files: ModelFiles,
         timeline: Timeline,
+        folder: Path,
         *,
         on_ready: Callable[["Supervisor"], None],
         on_progress: Callable[[Progress], None],
@@ -68,7 +67,7 @@ class Supervisor:
         self._on_ready = on_ready
         self._on_progress = on_progress
         self._engine_module = engine_module
-        self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))  # mode 0700: only we may connect
+        self._folder = folder
         self._listener = listen(config.host, config.port)
         self._admin = listen_for_admin(config.admin, self._folder)
         self._stopping = asyncio.Event()
@@ -276,7 +275,6 @@ class Supervisor:
         self._listener.close()
         self._admin.close()
         remove_socket(self.config.admin)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _ended(self, processes: list[asyncio.subprocess.Process], limit: float) -> None:
         """Wait for processes, but no longer than the limit or the second signal."""

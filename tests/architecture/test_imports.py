@@ -31,6 +31,7 @@ ROOT_MODULES = (
     "machine",
     "registry",
     "request",
+    "run_folder",
     "telemetry",
     "tenants",
 )

@@ -1,0 +1,61 @@
+"""A running server's folder goes with it; one that was killed is cleared away by the next."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.run_folder import run_folder
+
+KILLED = """
+import os, signal
+from penstock.run_folder import run_folder
+with run_folder("gateway-") as folder:
+    (folder / "admin.sock").touch()
+    print(folder, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_only_its_owner_may_enter_a_folder_and_it_goes_at_the_end():
+    with run_folder("gateway-") as folder:
+        assert folder.name.startswith("penstock-gateway-")
+        assert folder.stat().st_mode & 0o777 == 0o700
+        (folder / "metrics").mkdir()
+    assert not folder.exists()
+
+
+def test_the_folder_of_one_that_was_killed_is_removed_by_the_next():
+    died = subprocess.run([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    left = Path(died.stdout.strip())
+    assert died.returncode == -signal.SIGKILL and left.is_dir()
+    with run_folder():
+        assert not left.exists()
+
+
+def test_the_folder_of_one_that_lives_is_left_alone():
+    with run_folder() as first, run_folder() as second:
+        assert first.is_dir() and second.is_dir()
+
+
+def test_what_is_not_known_to_be_abandoned_is_left_alone(temporary):
+    unlocked, shared, real = temporary / "penstock-unlocked", temporary / "penstock-shared", temporary / "elsewhere"
+    for folder in (unlocked, shared, real):
+        folder.mkdir(mode=0o700)
+    for folder in (shared, real):
+        (folder / "owner.lock").touch()
+    os.chmod(shared, 0o777)
+    link = temporary / "penstock-link"
+    link.symlink_to(real)
+    with run_folder():
+        assert unlocked.is_dir() and shared.is_dir() and link.is_dir() and (real / "owner.lock").is_file()
