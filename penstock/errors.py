@@ -119,7 +119,8 @@ class UnknownModel(RequestError):
     code = "model_not_found"
 
     def __init__(self, model: str, served: list[str]) -> None:
-        super().__init__(f"model {model[:200]!r} is not served here; served: {', '.join(served)}", param="model")
+        others = f"served: {', '.join(served)}" if served else "nor is any other that you may use: ask who runs it"
+        super().__init__(f"model {model[:200]!r} is not served here; {others}", param="model")
 
 
 class ContextTooLong(RequestError):

@@ -3,6 +3,7 @@
 Requests are pydantic models (input is hostile); responses are msgspec structs (output is ours and must be fast).
 """
 
+import re
 from typing import Annotated, Any
 
 import msgspec
@@ -18,6 +19,8 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_TOKEN_LIST = 1024
 MAX_MILLISECONDS = 7 * 24 * 3600 * 1000
+
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 class StreamOptions(WireModel):
@@ -118,7 +121,8 @@ class GenerationRequest(WireModel):
     def wants_usage_chunk(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def check_stream_options(self) -> None:
+    def check_combinations(self) -> None:
+        """Raise for what each field allows but the whole does not."""
         if self.stream_options is None:
             return
         if not self.wants_stream:
@@ -163,7 +167,8 @@ class GenerationRequest(WireModel):
     def _token_biases(self) -> dict[int, float]:
         biases = {}
         for key, bias in (self.logit_bias or {}).items():
-            if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            # As JSON writes a number: other spellings, such as 042, could name one token twice.
+            if not _TOKEN_ID.fullmatch(key):
                 raise InvalidParameter("logit_bias", key, 'give token ids as keys, such as {"42": -100}')
             biases[int(key)] = bias
         return biases

@@ -100,9 +100,9 @@ class ChatRequest(GenerationRequest):
     REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType(
         {
             "tools": ([],),
-            "tool_choice": ("none", "auto"),
+            "tool_choice": ("none",),  # "auto" is for requests that have tools
             "functions": ([],),
-            "function_call": ("none", "auto"),
+            "function_call": ("none",),
             "response_format": ({"type": "text"},),
             "modalities": (["text"],),
             "audio": (),

@@ -69,7 +69,7 @@ class CompletionRequest(GenerationRequest):
     )
 
     def check_combinations(self) -> None:
-        """Raise for what each field allows but the whole does not."""
+        super().check_combinations()
         if self.best_of not in (None, self.num_choices):
             raise UnsupportedParameter("best_of", f"leave it out or give n ({self.num_choices})")
         num_answers = len(self.prompt) * self.num_choices

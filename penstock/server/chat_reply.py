@@ -1,11 +1,8 @@
 """How /v1/chat/completions writes an answer."""
 
-from collections.abc import Iterable
-
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from penstock.engine.tokenizer import Tokenizer
 from penstock.protocol.generation import Usage
 from penstock.protocol.openai_chat import (
     AnswerMessage,
@@ -17,32 +14,13 @@ from penstock.protocol.openai_chat import (
     ChoiceLogprobs,
 )
 from penstock.server.answer import Choice
-from penstock.server.streaming import Reply, event
+from penstock.server.openai_reply import OpenAiReply
+from penstock.server.streaming import event
 from penstock.server.text_assembly import TextPiece
 from penstock.server.token_text import chat_logprobs
 
 
-class ChatReply(Reply):
-    def __init__(
-        self,
-        completion_id: str,
-        created: int,
-        model: str,
-        tokenizer: Tokenizer,
-        *,
-        with_logprobs: bool,
-        with_usage: bool,
-        begun_elsewhere: Iterable[int] = (),
-    ) -> None:
-        self._id = completion_id
-        self._created = created
-        self._model = model
-        self._tokenizer = tokenizer
-        self._with_logprobs = with_logprobs
-        self._with_usage = with_usage
-        # Choices whose beginning was sent: here, or by the server that began the answer.
-        self._begun = set(begun_elsewhere)
-
+class ChatReply(OpenAiReply):
     def events(self, choice: Choice, piece: TextPiece) -> bytes:
         """Return the role before a choice's first piece, its text, and behind the last its finish reason."""
         events = []

@@ -1,41 +1,31 @@
 """How /v1/completions writes an answer."""
 
-from collections.abc import Iterable
-
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.engine.tokenizer import Tokenizer
 from penstock.protocol.generation import Usage
-from penstock.protocol.openai_completions import Completion, CompletionChoice, CompletionLogprobs
+from penstock.protocol.openai_completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from penstock.server.answer import Choice
-from penstock.server.streaming import Reply, event
+from penstock.server.continuation import Begun
+from penstock.server.openai_reply import OpenAiReply
+from penstock.server.streaming import event
 from penstock.server.text_assembly import TextPiece
 from penstock.server.token_text import completion_logprobs, prompt_logprobs
 
 
-class CompletionReply(Reply):
+class CompletionReply(OpenAiReply):
     def __init__(
         self,
-        completion_id: str,
-        created: int,
-        model: str,
         tokenizer: Tokenizer,
+        completion_id: str,
+        wanted: CompletionRequest,
+        begun: Begun | None,
         *,
         with_logprobs: bool,
-        with_usage: bool,
-        echo: bool,
-        begun_elsewhere: Iterable[int] = (),
     ) -> None:
-        self._id = completion_id
-        self._created = created
-        self._model = model
-        self._tokenizer = tokenizer
-        self._with_logprobs = with_logprobs
-        self._with_usage = with_usage
-        self._echo = echo
-        # Choices whose beginning was sent: here, or by the server that began the answer.
-        self._begun = set(begun_elsewhere)
+        super().__init__(tokenizer, completion_id, wanted, begun, with_logprobs=with_logprobs)
+        self._echo = bool(wanted.echo)
 
     def events(self, choice: Choice, piece: TextPiece) -> bytes:
         first = choice.index not in self._begun

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from penstock.errors import NotPermitted
+from penstock.errors import NotPermitted, RequestError
 from penstock.protocol.wire import WireModel
 from penstock.store.key_ring import KeyRing
 from penstock.telemetry import RequestRecord
@@ -42,6 +42,7 @@ class Endpoint:
     access: Access
     summary: str
     tag: str
+    query: tuple[str, ...] | None = None  # its query's parameters, and no others; None: what is there means nothing
     takes: type[WireModel] | None = None
     form: Mapping[str, Any] | None = None  # the schema of a multipart form, where it takes one
     gives: type[msgspec.Struct] | str = "application/json"  # a type, or only the media type
@@ -67,6 +68,8 @@ class GuardedHandler:
             if self.endpoint.access is Access.ADMIN and not caller.terms.admin:
                 raise NotPermitted("this route needs an API key with admin = true")
             request.scope[_CALLER] = caller
+        if self.endpoint.query is not None:
+            _check_query(request, self.endpoint.query)
         return await self.endpoint.handler(request)
 
 
@@ -75,6 +78,13 @@ def _as_shadow(caller: Caller) -> Caller:
     if not caller.terms.admin:
         raise NotPermitted(f"the header {SHADOW_HEADER} needs an API key with admin = true")
     return Caller(SHADOW_TENANT, KeyTerms(admin=True))
+
+
+def _check_query(request: Request, known: tuple[str, ...]) -> None:
+    unknown = next((name for name in request.query_params if name not in known), None)
+    if unknown is not None:
+        shown = unknown[:100]
+        raise RequestError(f"unknown parameter {shown!r}; the query may have: {', '.join(known)}", param=shown)
 
 
 def check_access(routes: Iterable[BaseRoute]) -> None:

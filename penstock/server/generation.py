@@ -3,19 +3,46 @@
 Knows nothing of the API that the call came through.
 """
 
+import uuid
+
 import msgspec
 
+from penstock.engine.messages import EngineInfo
 from penstock.errors import InvalidParameter, PenstockError
 from penstock.metering.meter import Charge
+from penstock.protocol.generation import GenerationRequest
 from penstock.request import FinishReason, SamplingParams, Tier
 from penstock.server.answer import Answer, Choice, Prompt
 from penstock.server.context import ServerContext
 from penstock.server.continuation import Begun
+from penstock.server.prompt import check_num_answers
 from penstock.server.terms import Terms
 from penstock.server.text_assembly import TextAssembler
 from penstock.store.quotas import Need
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
+
+
+def open_call(
+    context: ServerContext,
+    caller: Caller,
+    record: RequestRecord,
+    wanted: GenerationRequest,
+    *,
+    kind: str,
+    num_prompts: int = 1,
+) -> EngineInfo:
+    """Check a call as a whole and note it in its record; return the engine as this caller may use it.
+
+    Raises RequestError or EngineUnavailable.
+    """
+    context.check_model(wanted.model, caller)
+    record.model, record.stream = wanted.model, wanted.wants_stream
+    record.completion_id = f"{kind}-{uuid.uuid4().hex}"
+    wanted.check_combinations()
+    info = context.engine_info(caller)
+    check_num_answers(num_prompts, wanted.num_choices, info)
+    return info
 
 
 async def begin_answer(

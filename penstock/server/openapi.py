@@ -50,10 +50,13 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     }
     if endpoint.access is not Access.PUBLIC:
         operation["security"] = [{"key": []}]
-    names = re.findall(r"{(\w+)", endpoint.path)
-    if names:
-        shape = {"in": "path", "required": True, "schema": {"type": "string"}}
-        operation["parameters"] = [{"name": name, **shape} for name in names]
+    places = [("path", name) for name in re.findall(r"{(\w+)", endpoint.path)]
+    places += [("query", name) for name in endpoint.query or ()]
+    if places:
+        operation["parameters"] = [
+            {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}}
+            for place, name in places
+        ]
     if endpoint.takes is not None:
         content: dict[str, Any] = {"application/json": {"schema": _reference(endpoint.takes)}}
         operation["requestBody"] = {"required": endpoint.takes.has_required_fields(), "content": content}

@@ -33,6 +33,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
             access=Access.ADMIN,
             summary="Usage by tenant, model and UTC day; ?tenant=NAME&since=YYYY-MM-DD",
             tag="Usage",
+            query=("tenant", "since"),
             gives=UsageList,
         )
     ]

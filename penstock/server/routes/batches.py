@@ -27,6 +27,7 @@ from penstock.store.batches import BatchStore, NewBatch, StoredBatch
 from penstock.store.files import FileStore
 
 _PAGE, _MAX_PAGE = 20, 100
+_QUERY = ("after", "limit")
 
 
 def endpoints(context: ServerContext) -> list[Endpoint]:
@@ -80,7 +81,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
 
     return [
         route("POST", "", handler=create, summary="Answer the requests of a file", takes=BatchRequest),
-        route("GET", "", handler=list_batches, summary="List batches; ?after=ID&limit=N", gives=BatchList),
+        route("GET", "", handler=list_batches, summary="List batches, newest first", query=_QUERY, gives=BatchList),
         route("GET", "/{batch_id}", handler=retrieve, summary="How far a batch is"),
         route("POST", "/{batch_id}/cancel", handler=cancel, summary="Stop a batch; what is finished is kept"),
     ]

@@ -1,8 +1,5 @@
 """/v1/chat/completions: messages in, the assistant's turn out."""
 
-import time
-import uuid
-
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,8 +12,8 @@ from penstock.server.chat_reply import ChatReply
 from penstock.server.context import ServerContext
 from penstock.server.continuation import check_continuation, framed_params
 from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
-from penstock.server.generation import begin_answer
-from penstock.server.prompt import chat_prompt, check_num_answers, check_prompt
+from penstock.server.generation import begin_answer, open_call
+from penstock.server.prompt import chat_prompt, check_prompt
 from penstock.server.streaming import AnswerResponse
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
@@ -65,15 +62,7 @@ async def begin_chat(
 
     Also returns whether it goes in frames, which `frames`, a header, asks for.
     """
-    context.check_model(chat.model, caller)
-    record.model, record.stream, record.completion_id = (
-        chat.model,
-        chat.wants_stream,
-        f"chatcmpl-{uuid.uuid4().hex}",
-    )
-    chat.check_stream_options()
-    info = context.engine_info(caller)
-    check_num_answers(1, chat.num_choices, info)
+    info = open_call(context, caller, record, chat, kind="chatcmpl")
     max_tokens, num_logprobs = chat.answer_limit(), chat.num_logprobs()
     params = chat.sampling_params(max_tokens=max_tokens, logprobs=num_logprobs)
     params.validate(info.vocab_size)
@@ -82,17 +71,10 @@ async def begin_chat(
     check_prompt(prompt, info, param="messages")
     limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
     check_answer_fits(len(prompt.token_ids), max_tokens, info.max_context_tokens, param=limit_name)
-    begun, named = check_continuation(chat, params, [prompt], info), chat.continue_from
+    begun = check_continuation(chat, params, [prompt], info)
     framed = framed_params(frames, chat, params)
-    reply = ChatReply(
-        named.id if named is not None else record.completion_id,
-        named.created if named is not None else int(time.time()),
-        chat.model,
-        context.tokenizer,
-        with_logprobs=num_logprobs is not None,
-        with_usage=chat.wants_usage_chunk,
-        begun_elsewhere=begun.indices if begun is not None else (),
-    )
+    with_logprobs = num_logprobs is not None
+    reply = ChatReply(context.tokenizer, record.completion_id, chat, begun, with_logprobs=with_logprobs)
     answer = await begin_answer(
         context,
         caller,

@@ -1,8 +1,5 @@
 """/v1/completions: texts or token ids in, their continuations out."""
 
-import time
-import uuid
-
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,8 +13,8 @@ from penstock.server.completion_reply import CompletionReply
 from penstock.server.context import ServerContext
 from penstock.server.continuation import check_continuation, framed_params
 from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
-from penstock.server.generation import begin_answer
-from penstock.server.prompt import check_num_answers, check_prompt, text_prompt
+from penstock.server.generation import begin_answer, open_call
+from penstock.server.prompt import check_prompt, text_prompt
 from penstock.server.streaming import AnswerResponse
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
@@ -66,16 +63,7 @@ async def begin_completion(
 
     Also returns whether it goes in frames, which `frames`, a header, asks for.
     """
-    context.check_model(wanted.model, caller)
-    record.model, record.stream, record.completion_id = (
-        wanted.model,
-        wanted.wants_stream,
-        f"cmpl-{uuid.uuid4().hex}",
-    )
-    wanted.check_stream_options()
-    wanted.check_combinations()
-    info = context.engine_info(caller)
-    check_num_answers(len(wanted.prompt), wanted.num_choices, info)
+    info = open_call(context, caller, record, wanted, kind="cmpl", num_prompts=len(wanted.prompt))
     params = _params(wanted)
     params.validate(info.vocab_size)
     terms = context.terms(wanted, caller, record, tier)
@@ -83,18 +71,10 @@ async def begin_completion(
     for prompt in prompts:
         check_prompt(prompt, info, param="prompt")
         check_answer_fits(len(prompt.token_ids), wanted.max_tokens, info.max_context_tokens)
-    begun, named = check_continuation(wanted, params, prompts, info), wanted.continue_from
+    begun = check_continuation(wanted, params, prompts, info)
     framed = framed_params(frames, wanted, params)
-    reply = CompletionReply(
-        named.id if named is not None else record.completion_id,
-        named.created if named is not None else int(time.time()),
-        wanted.model,
-        context.tokenizer,
-        with_logprobs=wanted.logprobs is not None,
-        with_usage=wanted.wants_usage_chunk,
-        echo=bool(wanted.echo),
-        begun_elsewhere=begun.indices if begun is not None else (),
-    )
+    with_logprobs = wanted.logprobs is not None
+    reply = CompletionReply(context.tokenizer, record.completion_id, wanted, begun, with_logprobs=with_logprobs)
     answer = await begin_answer(
         context,
         caller,

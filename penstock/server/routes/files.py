@@ -21,6 +21,7 @@ from penstock.store.files import CHUNK_BYTES, FileStore, StoredFile
 MAX_FILE_BYTES = 200 * 1024 * 1024
 
 _MAX_PAGE = 10_000
+_QUERY = ("after", "limit", "purpose", "order")
 _MAX_UPLOADS = 2  # of one tenant at a time, in one worker: each may spool a whole file
 _FORM = {
     "type": "object",
@@ -58,13 +59,16 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
     async def list_files(request: Request) -> Response:
         tenant, store = caller_of(request).tenant, FileStore(database_of(context))
         limit, query = read_limit(request, default=_MAX_PAGE, most=_MAX_PAGE), request.query_params
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise InvalidParameter("order", order, "give asc or desc")
         found = await asyncio.to_thread(
             store.list,
             tenant,
             after=query.get("after"),
             limit=limit + 1,
             purpose=query.get("purpose"),
-            newest_first=query.get("order") != "asc",
+            newest_first=order == "desc",
         )
         data = [_shown(file) for file in found[:limit]]
         ends = (data[0].id, data[-1].id) if data else (None, None)
@@ -90,9 +94,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
 
     return [
         route("POST", "", handler=create, summary="Upload a file of requests", form=_FORM, gives=File),
-        route(
-            "GET", "", handler=list_files, summary="List files; ?after=ID&limit=N&purpose=…&order=asc", gives=FileList
-        ),
+        route("GET", "", handler=list_files, summary="List files", query=_QUERY, gives=FileList),
         route("GET", "/{file_id}", handler=retrieve, summary="Describe a file", gives=File),
         route("GET", "/{file_id}/content", handler=content, summary="Download a file", gives="application/jsonl"),
         route("DELETE", "/{file_id}", handler=delete, summary="Delete a file", gives=DeletedFile),

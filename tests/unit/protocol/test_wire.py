@@ -77,12 +77,20 @@ def test_a_refused_field_that_asks_for_nothing_is_accepted():
         chat(tools=[1])
 
 
+@pytest.mark.parametrize("value", ["auto", "required", {"type": "function", "function": {"name": "f"}}, 5])
+def test_a_choice_of_tools_is_refused_where_there_are_none_to_choose_from(value):
+    assert chat(tool_choice="none", function_call="none").model == "m"
+    for name in ("tool_choice", "function_call"):
+        with pytest.raises(UnsupportedParameter, match=name):
+            chat(**{name: value})
+
+
 def test_token_biases_become_numbers():
-    assert chat(logit_bias={"5": 1, "07": -2.5}).sampling_params(max_tokens=1, logprobs=None).logit_bias == {
-        5: 1,
-        7: -2.5,
+    assert chat(logit_bias={"0": 1, "70": -2.5}).sampling_params(max_tokens=1, logprobs=None).logit_bias == {
+        0: 1,
+        70: -2.5,
     }
-    for key in ("-1", "1.5", "x", "", "१", "9" * 30):
+    for key in ("-1", "1.5", "x", "", "१", "9" * 30, "01", "00", "+1", " 1", "1 ", "1\n", "1_0", "1e1"):
         with pytest.raises(InvalidParameter, match="logit_bias"):
             chat(logit_bias={key: 1}).sampling_params(max_tokens=1, logprobs=None)
 

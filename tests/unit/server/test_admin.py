@@ -142,6 +142,13 @@ async def test_usage_is_told_by_tenant_model_and_day(service, admin):
     assert (await admin.get("/admin/usage", params={"since": "yesterday"})).status_code == 400
 
 
+async def test_an_unknown_parameter_of_a_query_is_refused_with_those_that_exist(admin):
+    refused = await admin.get("/admin/usage", params={"since": "2026-01-01", "tenants": "bob"})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "tenants")
+    assert error["message"] == "unknown parameter 'tenants'; the query may have: tenant, since"
+
+
 @pytest.mark.parametrize("path", ["/admin/keys", "/admin/usage"])
 async def test_the_public_port_has_no_admin_routes(service, path):
     assert (await service.client.get(path)).status_code == 404
@@ -157,7 +164,12 @@ async def test_the_admin_socket_describes_itself(admin):
     document = (await admin.get("/openapi.json")).json()
     assert set(document["paths"]) == {"/admin/keys", "/admin/keys/{name}", "/admin/keys/{name}/rotate", "/admin/usage"}
     (parameter,) = document["paths"]["/admin/keys/{name}"]["delete"]["parameters"]
-    assert parameter["name"] == "name"
+    assert (parameter["name"], parameter["in"]) == ("name", "path")
+    described = document["paths"]["/admin/usage"]["get"]["parameters"]
+    assert [(item["name"], item["in"], item["required"]) for item in described] == [
+        ("tenant", "query", False),
+        ("since", "query", False),
+    ]
 
 
 def keys_file(tmp_path):
