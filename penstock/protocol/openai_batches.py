@@ -16,6 +16,7 @@ WINDOW_SECONDS = 24 * 3600.0
 
 MAX_LINES = 50_000
 MAX_LABELS = 16
+MAX_CUSTOM_ID_CHARACTERS = 512
 
 LabelText = Annotated[str, Field(max_length=512)]
 
@@ -82,7 +83,9 @@ class BatchList(msgspec.Struct, frozen=True, kw_only=True):
 class InputLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One line of an input file."""
 
-    custom_id: Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]*$")]
+    custom_id: Annotated[
+        str, msgspec.Meta(min_length=1, max_length=MAX_CUSTOM_ID_CHARACTERS, pattern=r"^[^\x00-\x1f\x7f]*$")
+    ]
     method: Literal["POST"]
     url: str
     body: msgspec.Raw

@@ -4,17 +4,30 @@ Checks what makes a line a line of its batch; its body is checked when its turn 
 of the store.
 """
 
-from collections.abc import Iterable, Iterator
+import codecs
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
-from penstock.protocol.openai_batches import MAX_LINES, BodyModel, InputLine
+from penstock.errors import InvalidParameter
+from penstock.protocol.openai_batches import MAX_CUSTOM_ID_CHARACTERS, MAX_LINES, BodyModel, InputLine
 from penstock.store.batch_work import NewRow
 from penstock.store.batches import InputError
 
 _MAX_ERRORS = 50  # as many as a person would read
 # Around a body: the names, the endpoint and the longest custom_id.
 _ENVELOPE_BYTES = 8192
+# What would be right of each field of a line.
+_RIGHT: Mapping[str, str] = MappingProxyType(
+    {
+        "custom_id": f"give a text of 1 to {MAX_CUSTOM_ID_CHARACTERS} characters, none of them a control character",
+        "method": 'give "POST"',
+        "url": "give the batch's endpoint",
+        "body": "give the request, an object",
+    }
+)
 
 
 class LineTooLong(Exception):
@@ -61,10 +74,12 @@ class InputFile:
     def _check(self, number: int, text: bytes) -> NewRow:
         try:
             line = msgspec.json.decode(text, type=InputLine)
-        except msgspec.ValidationError as error:
-            raise WrongLine("invalid_line", f"this line is not a request of a batch: {error}") from None
+        except msgspec.ValidationError:
+            raise _explain(text) from None
         except (msgspec.DecodeError, UnicodeDecodeError):
-            raise WrongLine("invalid_json_line", "this line is not valid JSON") from None
+            raise WrongLine(
+                "invalid_json_line", "this line is not JSON in UTF-8; give one object on each line"
+            ) from None
         if line.url != self._endpoint:
             raise WrongLine("mismatched_url", f"give the batch's endpoint, {self._endpoint}", "url")
         if line.custom_id in self._seen:
@@ -82,6 +97,28 @@ class InputFile:
         self.errors.append(InputError(code, message, line, param))
 
 
+def _explain(text: bytes) -> WrongLine:
+    """Say which field of a line is wrong, and what would be right."""
+    shape = WrongLine("invalid_line", f"give an object with the fields {', '.join(_RIGHT)}")
+    try:
+        fields = msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.ValidationError:
+        return shape
+    for name in fields:
+        if name not in _RIGHT:
+            shown = name[:100]
+            return WrongLine("invalid_line", f"unknown field {shown!r}; a line has {', '.join(_RIGHT)}", shown)
+    for field in msgspec.structs.fields(InputLine):
+        if field.name not in fields:
+            return WrongLine("invalid_line", f"{field.name} is required; {_RIGHT[field.name]}", field.name)
+        try:
+            msgspec.convert(fields[field.name], field.type)
+        except msgspec.ValidationError:
+            wrong = InvalidParameter(field.name, fields[field.name], _RIGHT[field.name])
+            return WrongLine("invalid_line", str(wrong), wrong.param)
+    return shape
+
+
 def first_model(pieces: Iterable[bytes], max_body_bytes: int) -> str | None:
     """Return the model that a file's first request names; None where that cannot be told."""
     try:
@@ -95,15 +132,19 @@ def first_model(pieces: Iterable[bytes], max_body_bytes: int) -> str | None:
 
 
 def split_lines(pieces: Iterable[bytes], max_bytes: int) -> Iterator[bytes]:
-    """Yield the lines of a text that comes in pieces, without their ends. Raises LineTooLong."""
-    waiting = b""
+    """Yield the lines of a text that comes in pieces, without their ends. Raises LineTooLong.
+
+    A byte order mark, which some editors write before a text, is no part of its first line.
+    """
+    waiting, mark = b"", codecs.BOM_UTF8
     for piece in pieces:
         *whole, waiting = (waiting + piece).split(b"\n")
         for line in whole:
             if len(line) > max_bytes:
                 raise LineTooLong
-            yield line
+            yield line.removeprefix(mark)
+            mark = b""
         if len(waiting) > max_bytes:
             raise LineTooLong
-    if waiting:
-        yield waiting
+    if last := waiting.removeprefix(mark):
+        yield last

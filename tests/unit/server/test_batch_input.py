@@ -56,6 +56,36 @@ def test_a_wrong_line_is_told_with_its_number(wrong, code):
     assert [(error.code, error.line) for error in errors] == [(code, 2)]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "sentence", "param"),
+    [
+        (b"[]", "give an object with the fields custom_id, method, url, body", None),
+        (b'{"custom_id": "a"}', 'method is required; give "POST"', "method"),
+        (line(method="GET"), 'method: "GET" is not usable; give "POST"', "method"),
+        (
+            line(custom_id=7),
+            "custom_id: 7 is not usable; give a text of 1 to 512 characters, none of them",
+            "custom_id",
+        ),
+        (line(url=None), "url: null is not usable; give the batch's endpoint", "url"),
+        (line(extra=1), "unknown field 'extra'; a line has custom_id, method, url, body", "extra"),
+        (b"\xff\xfe{\x00}\x00", "this line is not JSON in UTF-8; give one object on each line", None),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_said_in_our_own_words(wrong, sentence, param):
+    (error,) = read(wrong)[1]
+    assert error.message.startswith(sentence) and error.param == param
+    assert "Expected" not in error.message and "$" not in error.message
+
+
+def test_a_byte_order_mark_before_the_first_line_is_no_part_of_it():
+    mark, text = b"\xef\xbb\xbf", json.dumps(line()).encode()
+    rows, errors = read(mark + text, line("b"))
+    assert ([row.custom_id for row in rows], errors) == (["a", "b"], [])
+    assert first_model([mark[:2], mark[2:] + text], MOST) == "tiny"
+    assert [error.line for error in read(line(), mark + text)[1]] == [2]
+
+
 def test_a_file_without_lines_is_wrong():
     assert [error.code for error in read(b"\n\n")[1]] == ["empty_file"]
 
@@ -82,5 +112,5 @@ def test_lines_are_the_same_however_the_text_is_cut(lines, data):
     text = b"\n".join(lines)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
     pieces = [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    whole = text.split(b"\n")
+    whole = text.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     assert list(split_lines(pieces, 1000)) == (whole if whole[-1] else whole[:-1])
