@@ -47,7 +47,7 @@ def _stop_list(value: Any) -> Any:
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 StopList = Annotated[
     list[StopText] | None,
-    Field(max_length=MAX_STOPS, description="Up to 16 texts; the answer ends before the first that appears"),
+    Field(max_length=MAX_STOPS, description=f"Up to {MAX_STOPS} texts; the answer ends before the first that appears"),
     BeforeValidator(_stop_list),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}),
 ]
@@ -96,7 +96,7 @@ class GenerationRequest(WireModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: BiasMap = Field(None, description="Up to 1024 token ids, each to a bias from -100 to 100")
+    logit_bias: BiasMap = Field(None, description=f"Up to {MAX_TOKEN_LIST} token ids, each to a bias from -100 to 100")
 
     priority: int | None = Field(None, description="-10 to 10, larger goes first; a key may allow less")
     targets: WantedTargets | None = Field(
