@@ -15,7 +15,7 @@ from rich.text import Text
 import penstock
 from penstock.commands import bench, deploy, keys, rollout
 from penstock.commands.flags import number_flag, options_of, takes_options
-from penstock.config import Sourced
+from penstock.config import Sourced, unknown_variables
 from penstock.errors import PenstockError
 from penstock.request import SamplingParams
 
@@ -52,7 +52,9 @@ def penstock_command(
         bool, typer.Option("--version", help="Print the version and leave", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Take the options that stand before any command."""
+    """Take the options that stand before any command, and tell of variables that no command heeds."""
+    for sentence in unknown_variables():
+        typer.echo(sentence, err=True)
 
 
 @app.command(epilog=EPILOG)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.config import Group, Options, flag, gather, to_number, unknown_variables
+from penstock.config import Group, Options, flag, gather, to_number
 
 CONFIG_HELP = "TOML file of options, named as the flags are"
 
@@ -68,8 +68,6 @@ def takes_options(*names: str, model_is_argument: bool = True) -> Callable[[Call
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
-            for sentence in unknown_variables():
-                typer.echo(sentence, err=True)
             file = values.pop("config")
             given = {item.name: values.pop(item.name) for item in fields}
             status = command(sourced=gather(given, file=file), **values)

@@ -14,8 +14,7 @@ STAMPS = {
     "fleet.router.app": "when a decision was made, for /admin/decisions",
     "store.database": "moments that several servers share: they have no other clock in common",
     "server.worker": "when the server started, for /v1/models",
-    "server.routes.chat": "`created` of an answer",
-    "server.routes.completions": "`created` of an answer",
+    "server.openai_reply": "`created` of an answer",
     "server.template_process": "strftime_now of chat templates",
     "tools.bench.document": "the date of a report",
 }

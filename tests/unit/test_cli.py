@@ -120,6 +120,14 @@ def test_a_misspelt_variable_is_told_and_ignored(
     assert capsys.readouterr().err == "PENSTOCK_POTR is no option and is ignored; did you mean PENSTOCK_PORT?\n"
 
 
+def test_a_misspelt_key_is_told_by_a_command_that_takes_no_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PENSTOCK_APIKEY", "secret")
+    assert run("chat", "--url", "http://127.0.0.1:1") != 0
+    assert "PENSTOCK_APIKEY is no option and is ignored; did you mean PENSTOCK_API_KEY?" in capsys.readouterr().err
+
+
 def test_the_servers_exit_status_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "run", Served(7))
     assert run("serve") == 7
