@@ -104,7 +104,9 @@ class BatchWork:
         with self._database.writing() as connection:
             batch = _lock(connection, held)
             _wait_again(connection, batch.id, None, counts=False)
-            _keep(connection, batch, 0.0)
+            # On new terms: what was begun on the old ones and comes later changes nothing any more.
+            free = {"term": batch.term + 1, "held_until": 0.0}
+            connection.execute(update(batches).where(batches.c.id == batch.id).values(free))
 
     # ------------------------------------------------------------ from a file to rows
 

@@ -60,21 +60,22 @@ class HeldBatch:
         self._is_over = False  # cancelled or expired
         self._paused_until = 0.0  # on the monotonic clock
         self._wake = asyncio.Event()
+        self._stop = asyncio.get_running_loop().create_future()
 
     @property
     def num_running(self) -> int:
         return len(self._running)
 
     async def run(self) -> None:
-        """Work until the batch has ended or is no longer ours. Cancelled, it lets go of the batch."""
+        """Work until the batch has ended, is no longer ours, or `stop` was called: then it lets go of the batch."""
         keeper = asyncio.create_task(self._keep_hold())
         worker = asyncio.create_task(self._work_through())
         has_ended = False
         try:
-            await asyncio.wait((keeper, worker), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((keeper, worker, self._stop), return_when=asyncio.FIRST_COMPLETED)
             if worker.done():
                 has_ended = worker.result()
-            else:
+            elif keeper.done():
                 keeper.result()
         except HoldLost:
             log_event(log, "a batch was taken over by another", level=logging.WARNING, batch=self.batch.id)
@@ -85,6 +86,11 @@ class HeldBatch:
             await asyncio.gather(keeper, worker, *self._running, return_exceptions=True)
             if not has_ended:
                 await self._let_go()
+
+    def stop(self) -> None:
+        """Have `run` let go. Cancelling it may do so too late, when it lets go already."""
+        if not self._stop.done():
+            self._stop.set_result(None)
 
     async def _work_through(self) -> bool:
         """Bring the batch to its end; False: it has not ended, and another must go on."""

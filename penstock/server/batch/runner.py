@@ -43,6 +43,7 @@ class BatchRunner:
         self._held: dict[asyncio.Task[None], HeldBatch] = {}
         self._task: asyncio.Task[None] | None = None
         self._is_failing = False
+        self._is_closing = False
         self._swept_at = time.monotonic()
 
     def start(self) -> None:
@@ -50,15 +51,19 @@ class BatchRunner:
 
     async def close(self) -> None:
         """Let go of every batch, so that others go on with it at once."""
-        tasks = [*self._held, *([] if self._task is None else [self._task])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        # The loop ends by itself: cancelled while the store is asked, it would never hear of a batch that it was given.
+        self._is_closing = True
+        self._context.new_batch.set()
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+        for held in self._held.values():
+            held.stop()
+        await asyncio.gather(*self._held, return_exceptions=True)
         self._threads.shutdown()
 
     async def _run(self) -> None:
         pause = self._poll_seconds
-        while not self._context.answers.draining:
+        while not (self._is_closing or self._context.answers.draining):
             for task in [task for task in self._held if task.done()]:
                 del self._held[task]
                 _report(task)

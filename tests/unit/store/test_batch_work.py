@@ -148,6 +148,14 @@ def test_what_is_let_go_can_be_taken_at_once_and_was_not_tried(store, work):
     assert [row.attempts for row in work.claim(other, 9)] == [1, 1, 1]
 
 
+def test_who_let_go_holds_no_more_even_by_what_it_began_before(store, work):
+    held = started(store, work)
+    work.let_go(held)
+    with pytest.raises(HoldLost):
+        work.renew(held)
+    assert work.take(anything) is not None
+
+
 def test_a_clock_set_back_keeps_no_batch_for_ever(store, work, clock):
     started(store, work)
     clock.now -= 3600
