@@ -17,6 +17,7 @@ from penstock.commands import bench, deploy, keys, rollout
 from penstock.commands.flags import number_flag, options_of, takes_options
 from penstock.config import Sourced, unknown_variables
 from penstock.errors import PenstockError
+from penstock.fleet.router.policies.registry import POLICIES
 from penstock.request import SamplingParams
 
 EPILOG = "Options can also be set in the environment (PENSTOCK_PORT for --port) or in a TOML file (--config)."
@@ -67,21 +68,28 @@ def serve(sourced: Sourced) -> int:
 
 
 @app.command(epilog=EPILOG)
-@takes_options("host", "port", "keys", "store", "admin_listen", "max_body_bytes", "drain_seconds", "log_format")
+@takes_options(
+    "host", "port", "keys", "store", "admin_listen", "max_body_bytes", "drain_seconds", "log_format",
+    defaults={"port": 8080},  # a server on the same machine has 8000
+)  # fmt: skip
 def gateway(
     sourced: Sourced,
     replica: Annotated[
-        list[str] | None, typer.Option(metavar="URL", help="A server to send requests to; may be given again")
+        list[str] | None,
+        typer.Option(metavar="URL", help="A server to send requests to, without /v1; may be given again"),
     ] = None,
     fleet: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="TOML file of replicas, aliases, policies and discovery", show_default=False),
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="How replicas are chosen (default: least-loaded)", show_default=False)
+        str | None,
+        typer.Option(
+            help=f"How replicas are chosen: {', '.join(POLICIES.names)} (default: least-loaded)", show_default=False
+        ),
     ] = None,
 ) -> int:
-    """Serve many servers as one: route, retry, resume (default port: 8080)."""
+    """Serve many servers as one: route, retry, resume."""
     from penstock.commands import gateway
 
     return gateway.run(sourced, gateway.Wanted(replica or (), fleet, policy))

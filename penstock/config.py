@@ -15,7 +15,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -143,10 +143,18 @@ def _variable(name: str) -> str:
     return _PREFIX + name.upper()
 
 
-def gather(given: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ, file: Path | None = None) -> Sourced:
+def gather(
+    given: Mapping[str, Any],
+    *,
+    environ: Mapping[str, str] = os.environ,
+    file: Path | None = None,
+    defaults: Mapping[str, Any] = types.MappingProxyType({}),
+    offered: Collection[str] = (),
+) -> Sourced:
     """Merge the command line, environment and file over the defaults, and check every value.
 
-    `given` holds the options that the command line named; a value of None counts as not given.
+    `given` holds the options that the command line named; a value of None counts as not given. `defaults` go before
+    the table's. `offered` are the options to name to whoever gave one that there is not: all, where none are told.
     """
     fields = {item.name: item for item in dataclasses.fields(Options)}
     types_of = typing.get_type_hints(Options)
@@ -156,7 +164,7 @@ def gather(given: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ,
 
     def take(name: str, value: Any, source: str, shown: str) -> None:
         if name not in fields:
-            close = ", ".join(flag(other) for other in fields)
+            close = ", ".join(flag(other) for other in fields if not offered or other in offered)
             raise ConfigError(shown, value, f"there is no such option; the options are: {close}")
         values[name] = _convert(shown, value, types_of[name], fields[name].metadata)
         sources[name] = source
@@ -174,7 +182,7 @@ def gather(given: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ,
     for name, value in given.items():
         if value is not None:
             take(name, value, "command line", flag(name))
-    return Sourced(Options(**values), sources, deploy)
+    return Sourced(Options(**{**defaults, **values}), sources, deploy)
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:

@@ -9,8 +9,9 @@ import functools
 import inspect
 import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -48,17 +49,21 @@ def options_of(*groups: Group) -> tuple[str, ...]:
     return tuple(item.name for item in dataclasses.fields(Options) if item.metadata["group"] in groups)
 
 
-def takes_options(*names: str, model_is_argument: bool = True) -> Callable[[Callable[..., int]], Callable[..., None]]:
+def takes_options(
+    *names: str, model_is_argument: bool = True, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> Callable[[Callable[..., int]], Callable[..., None]]:
     """Give a command the named options (none named: all of them), gathered into its argument `sourced`.
 
     `model`, where it is among them, is the command's first argument or, if not `model_is_argument`, a flag like the
-    others. The command's other parameters stay its own. It returns the exit status.
+    others. `defaults` are the command's own, where they differ from the table's. The command's other parameters stay
+    its own. It returns the exit status.
     """
     fields = [item for item in dataclasses.fields(Options) if not names or item.name in names]
+    offered = [item.name for item in fields]
 
     def decorate(command: Callable[..., int]) -> Callable[..., None]:
         own = [item for item in inspect.signature(command).parameters.values() if item.name != "sourced"]
-        made = [_parameter(item, model_is_argument) for item in fields]
+        made = [_parameter(item, defaults.get(item.name, item.default), model_is_argument) for item in fields]
         config = inspect.Parameter(
             "config",
             inspect.Parameter.KEYWORD_ONLY,
@@ -70,7 +75,7 @@ def takes_options(*names: str, model_is_argument: bool = True) -> Callable[[Call
         def run(**values: Any) -> None:
             file = values.pop("config")
             given = {item.name: values.pop(item.name) for item in fields}
-            status = command(sourced=gather(given, file=file), **values)
+            status = command(sourced=gather(given, file=file, defaults=defaults, offered=offered), **values)
             if status:
                 raise typer.Exit(status)
 
@@ -83,11 +88,11 @@ def takes_options(*names: str, model_is_argument: bool = True) -> Callable[[Call
     return decorate
 
 
-def _parameter(item: _Field, model_is_argument: bool) -> inspect.Parameter:
+def _parameter(item: _Field, default: Any, model_is_argument: bool) -> inspect.Parameter:
     """Return the typer parameter of one option. Not given is None, whatever the option's default."""
     text = item.metadata["help"]
-    if item.default is not None:
-        text += f" (default: {str(item.default).lower() if _is_bool(item) else item.default})"
+    if default is not None:
+        text += f" (default: {str(default).lower() if _is_bool(item) else default})"
     annotation: Any
     if item.name == "model" and model_is_argument:
         annotation = Annotated[str | None, typer.Argument(metavar="MODEL", help=text, show_default=False)]

@@ -1,7 +1,6 @@
 """`penstock gateway`: one address in front of any number of servers."""
 
 import asyncio
-import dataclasses
 import signal
 import socket
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from rich.console import Console
 from penstock import telemetry
 from penstock.config import Sourced
 from penstock.fleet.config import FleetConfig
-from penstock.fleet.fleet_file import read_fleet
+from penstock.fleet.fleet_file import check_key_files, check_not_itself, read_fleet
 from penstock.fleet.gateway import Gateway
 from penstock.metering.counts import StoreCounts
 from penstock.metering.tenancy import Tenancy
@@ -25,8 +24,6 @@ from penstock.server.listeners import joined, listen, listen_for_admin, remove_s
 from penstock.server.store_opening import prepare_store
 from penstock.store.database import Database
 from penstock.store.rollouts import RolloutStore
-
-DEFAULT_PORT = 8080  # a server on the same machine has 8000
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +39,8 @@ def run(sourced: Sourced, wanted: Wanted) -> int:
     """Serve until told to stop; return the exit status."""
     fleet = read_fleet(wanted.fleet, wanted.replicas, wanted.policy)
     config, _ = server_config.resolve(sourced)
-    if "port" not in sourced.sources:
-        config = dataclasses.replace(config, port=DEFAULT_PORT)
+    check_key_files(fleet)
+    check_not_itself(fleet, config.host, config.port)
     telemetry.configure_logging(config.log_format, process="gateway")
     with run_folder("gateway-") as folder:
         try:
@@ -70,6 +67,7 @@ async def _serve(config: ServerConfig, fleet: FleetConfig, listener: socket.sock
         fleet,
         tenancy.ring,
         meter=meter,
+        store=tenancy.store_identity,
         counts=counts,
         max_body_bytes=config.max_body_bytes,
         rollout_book=RolloutStore(database) if database is not None else None,

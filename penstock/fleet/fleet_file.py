@@ -19,23 +19,30 @@ from penstock.fleet.rollout.plan import VERSION_NAME, check_rollout
 from penstock.fleet.router.policies.registry import POLICIES
 
 _OPTION = "--fleet"
+_OWN_PATHS = frozenset({"models", "completions", "metrics", "health", "ready", "live", "admin"})  # no server's address
+_ANY_ADDRESS = frozenset({"0.0.0.0", "::"})
+_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 def read_fleet(file: Path | None, urls: Sequence[str] = (), policy: str | None = None) -> FleetConfig:
     """Return the configuration that a file and the command line make. Raises ConfigError."""
     config = FleetConfig() if file is None else _read_file(file)
+    for number, entry in enumerate(config.replicas):
+        check_entry(entry, f"{_OPTION} replicas[{number}].")
     named = tuple(ReplicaEntry(url=url) for url in urls)
+    for entry in named:
+        _check_url("--replica", entry.url)
+    _check_policy(f"{_OPTION} policy", config.policy)
+    for model, section in config.models.items():
+        _check_policy(f"{_OPTION} models.{model}.policy", section.policy)
+    if policy is not None:
+        _check_policy("--policy", policy)
     config = msgspec.structs.replace(config, replicas=config.replicas + named, policy=policy or config.policy)
-    for entry in config.replicas:
-        check_entry(entry, "--replica" if entry in named else _OPTION)
-    for name in config.policies:
-        if name not in POLICIES:
-            raise ConfigError("--policy", name, f"give one of: {', '.join(POLICIES.names)}")
-    sections = config.discovery
-    found = [(item.kind, item.version) for item in sections.dns]
-    for kind, version in found + [(item.kind, item.version) for item in sections.kubernetes]:
-        _check_kind(kind, _OPTION)
-        _check_version(version, _OPTION)
+    for source in ("dns", "kubernetes"):
+        for number, found in enumerate(getattr(config.discovery, source)):
+            where = f"{_OPTION} discovery.{source}[{number}]."
+            _check_kind(f"{where}kind", found.kind)
+            _check_version(f"{where}version", found.version)
     for model, rollout in config.rollouts.items():
         check_rollout(model, rollout, _OPTION)
     for model, autoscaler in config.autoscaler.items():
@@ -45,19 +52,51 @@ def read_fleet(file: Path | None, urls: Sequence[str] = (), policy: str | None =
     return msgspec.structs.replace(config, models={**declared, **config.models})
 
 
-def check_entry(entry: ReplicaEntry, option: str) -> None:
-    """Raise ConfigError unless this names a server that we can speak to."""
-    _check_kind(entry.kind, option)
-    try:
-        parts = urlsplit(entry.url)
-        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        is_usable = False
-    if not is_usable or parts.query or parts.fragment or parts.username:
-        raise ConfigError(option, entry.url[:200], "give a replica's URL such as http://127.0.0.1:8000")
-    _check_version(entry.version, option)
+def check_entry(entry: ReplicaEntry, where: str = "") -> None:
+    """Raise ConfigError, whose option is `where` and the field, unless this names a server that we can speak to."""
+    _check_url(f"{where}url", entry.url)
+    _check_kind(f"{where}kind", entry.kind)
+    _check_version(f"{where}version", entry.version)
     if entry.max_in_flight is not None and entry.max_in_flight < 1:
-        raise ConfigError(option, entry.max_in_flight, "max_in_flight must be at least 1, or be left out")
+        raise ConfigError(f"{where}max_in_flight", entry.max_in_flight, "give at least 1, or leave it out")
+
+
+def check_key_files(config: FleetConfig) -> None:
+    """Raise ConfigError unless every key file is there, with a key in it. Files are where the gateway runs."""
+    named = [(f"{_OPTION} key_file", config.key_file, "all replicas without one of their own")]
+    for number, entry in enumerate(config.replicas):
+        named.append((f"{_OPTION} replicas[{number}].key_file", entry.key_file, entry.url))
+    for source in ("dns", "kubernetes", "ray"):
+        for number, section in enumerate(getattr(config.discovery, source)):
+            where = f"discovery.{source}[{number}]"
+            named.append((f"{_OPTION} {where}.key_file", section.key_file, f"the replicas of {where}"))
+    for model, scaled in config.autoscaler.items():
+        where = f"autoscaler.{model}.backend"
+        named.append((f"{_OPTION} {where}.key_file", scaled.backend.get("key_file"), f"the replicas of {where}"))
+    for option, file, whose in named:
+        if file is None:
+            continue
+        try:
+            is_empty = not Path(file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ConfigError(option, file, f"it cannot be read ({why}); it must hold the key for {whose}") from error
+        if is_empty:
+            raise ConfigError(option, file, f"it is empty; it must hold the key for {whose}")
+
+
+def check_not_itself(config: FleetConfig, host: str, port: int) -> None:
+    """Raise ConfigError where the gateway that listens there is named as its own replica.
+
+    Names are taken as they are written: whom else a name leads to is found out when it is asked.
+    """
+    own = {host} if host not in _ANY_ADDRESS else {*_LOOPBACK, *_ANY_ADDRESS}
+    own |= _LOOPBACK if own & _LOOPBACK else set()
+    for entry in config.replicas:
+        parts = urlsplit(entry.url)
+        default = 443 if parts.scheme == "https" else 80
+        if parts.hostname in own and (parts.port or default) == port:
+            raise ConfigError("--replica", entry.url, "this is the gateway's own address: give the URLs of servers")
 
 
 def _check_autoscaler(where: str, section: AutoscalerSection) -> None:
@@ -82,14 +121,34 @@ def _check_autoscaler(where: str, section: AutoscalerSection) -> None:
         raise ConfigError(_OPTION, where, "times in seconds must not be negative, and interval_seconds over 0")
 
 
-def _check_kind(kind: str, option: str) -> None:
+def _check_url(option: str, url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_usable = False
+    if not is_usable or parts.query or parts.fragment or parts.username:
+        raise ConfigError(option, url[:200], "give a replica's URL such as http://127.0.0.1:8000")
+    # A server may be behind a path of its own, but no path of its API is where it is.
+    segments = [part for part in parts.path.split("/") if part]
+    if "v1" in segments or (segments and segments[-1] in _OWN_PATHS):
+        base = f"{parts.scheme}://{parts.netloc}"
+        raise ConfigError(option, url[:200], f"leave out the path of its API, which the gateway adds: {base}")
+
+
+def _check_policy(option: str, name: str) -> None:
+    if name not in POLICIES:
+        raise ConfigError(option, name[:200], f"give one of: {', '.join(POLICIES.names)}")
+
+
+def _check_kind(option: str, kind: str) -> None:
     if kind not in ADAPTERS:
-        raise ConfigError(option, kind[:200], f"kind must be one of: {', '.join(ADAPTERS.names)}")
+        raise ConfigError(option, kind[:200], f"give one of: {', '.join(ADAPTERS.names)}")
 
 
-def _check_version(version: str, option: str) -> None:
+def _check_version(option: str, version: str) -> None:
     if not VERSION_NAME.fullmatch(version):
-        raise ConfigError(option, version[:200], "version must be 1 to 64 letters, digits, '.', '_' or '-'")
+        raise ConfigError(option, version[:200], "give 1 to 64 letters, digits, '.', '_' or '-'")
 
 
 def _read_file(file: Path) -> FleetConfig:

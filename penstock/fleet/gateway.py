@@ -23,6 +23,7 @@ from penstock.fleet.discovery.interface import Discovery, follow
 from penstock.fleet.discovery.kubernetes import KubernetesDiscovery
 from penstock.fleet.discovery.ray import RayDiscovery
 from penstock.fleet.discovery.registration import Registration
+from penstock.fleet.introduction import Introductions
 from penstock.fleet.replica import ReplicaPool
 from penstock.fleet.rollout.book import RolloutBook, RolloutMemory
 from penstock.fleet.rollout.rollouts import Rollouts
@@ -57,16 +58,22 @@ class Gateway:
         ring: KeyRing | None = None,
         *,
         meter: Meter | None = None,
+        store: str | None = None,
         counts: StoreCounts | None = None,
         max_body_bytes: int = 8 * 1024 * 1024,
         limits: ConnectionLimits | None = None,
         rollout_book: RolloutBook | None = None,
         replica_environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`meter` counts what goes to servers that do not count themselves, and `counts` is what it tells of that."""
+        """`meter` counts what goes to servers that do not count themselves, and `counts` is what it tells of that.
+
+        `store` is the identity of the store that it counts in: servers on the same one count for themselves.
+        """
         self._config = config
         self._replica_environment = replica_environment or {}
         self.pool = ReplicaPool(config.health, default_key_file=config.key_file)
+        ring = ring if ring is not None else KeyRing(())
+        introductions = Introductions(ring, store)
         self._session = new_session(config.health)
         split = VersionSplit(config.rollouts)
         dispatcher = Dispatcher(config, self.pool, split)
@@ -78,13 +85,15 @@ class Gateway:
         book = rollout_book if rollout_book is not None else RolloutMemory()
         self.rollouts = Rollouts(split, self.pool, self._session, book, metrics.count_shadow)
         self.registration = Registration(self.pool, config.discovery.lease_seconds)
-        self.monitor = HealthMonitor(self.pool, self._session, dispatcher.call_waiting)
+        self.monitor = HealthMonitor(self.pool, self._session, dispatcher.call_waiting, introductions)
         limits = limits if limits is not None else ConnectionLimits()
         limits = dataclasses.replace(limits, max_connections=min(limits.max_connections, raise_file_limit(limits)))
         self.context = GatewayContext(
             config=config,
             pool=self.pool,
-            ring=ring if ring is not None else KeyRing(()),
+            ring=ring,
+            introductions=introductions,
+            monitor=self.monitor,
             dispatcher=dispatcher,
             proxy=Proxy(self._session, dispatcher, metrics, self.rollouts.trials),
             files=FileProxy(self._session, self.pool, limits),

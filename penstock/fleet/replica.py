@@ -1,10 +1,11 @@
 """One server behind the gateway, and all of them together.
 
 Holds what is known of each: models, load, standing, requests on their way. Changed by discovery, health and the proxy;
-read by policies. Knows nothing of HTTP.
+read by policies. Writes a line whenever a standing changes. Knows nothing of HTTP.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from urllib.parse import urlsplit
@@ -13,11 +14,22 @@ import msgspec
 
 from penstock.fleet.adapters.interface import Load, ReplicaAdapter, ServedModel
 from penstock.fleet.adapters.registry import ADAPTERS
-from penstock.fleet.breaker import Breaker, Standing
+from penstock.fleet.breaker import Breaker, Standing, StandingChange
 from penstock.fleet.cached_blocks import CachedBlocks
 from penstock.fleet.config import HealthSection, ReplicaEntry
+from penstock.fleet.event_log import EventLog
+from penstock.protocol.identity import Identity
 
 Clock = Callable[[], float]
+
+_CHANGES = {
+    Standing.READY: "a replica is ready",
+    Standing.NOT_READY: "a replica is not ready",
+    Standing.EJECTED: "a replica is ejected",
+    Standing.TRIAL: "a replica is back, on trial",
+}
+
+log = logging.getLogger("penstock.gateway")
 
 
 class Replica:
@@ -32,7 +44,11 @@ class Replica:
         self.adapter: ReplicaAdapter = ADAPTERS.load(entry.kind)
         # A key that opens our servers is never sent to others.
         self.key_file = entry.key_file or (default_key_file if self.adapter.counts_usage else None)
-        self.breaker = Breaker(health, clock)
+        self.breaker = Breaker(health, clock, self._tell_change)
+        self.log = EventLog(log, clock)
+        self.identity: Identity | None = None  # as it says itself; None where it says nothing
+        # Whether this gateway admits and books its requests, because it does not do so itself.
+        self.is_counted_here = not self.adapter.counts_usage
         self.models: tuple[ServedModel, ...] = ()
         self.load = Load()
         self.load_at: float | None = None  # when that was so
@@ -76,6 +92,15 @@ class Replica:
 
     def note_load(self, load: Load) -> None:
         self.load, self.load_at = load, self.clock()
+
+    def _tell_change(self, change: StandingChange) -> None:
+        values: dict[str, object] = {"replica": self.name, "reason": change.reason}
+        if change.wait_seconds is not None:
+            values |= {"wait_seconds": change.wait_seconds, "ejections": self.breaker.num_ejections}
+        if change.before is not Standing.UNKNOWN:
+            values |= {"before": change.before.value, "before_seconds": round(change.seconds, 3)}
+        is_bad = change.now in (Standing.EJECTED, Standing.NOT_READY)
+        self.log.write(_CHANGES[change.now], level=logging.WARNING if is_bad else logging.INFO, **values)
 
     def note_full(self, seconds: float) -> None:
         """It refused a request for being full, and said when to come again."""
@@ -138,6 +163,11 @@ class ReplicaPool:
 
     def serving(self, model: str) -> list[Replica]:
         return [replica for replica in self._replicas.values() if replica.serves(model)]
+
+    def is_needed(self, replica: Replica) -> bool:
+        """Whether fewer than half are up of those that serve a model of this replica; of all, where it told none."""
+        groups = [self.serving(model.name) for model in replica.models] or [list(self._replicas.values())]
+        return any(2 * sum(other.is_up for other in group) < len(group) for group in groups)
 
     def models(self) -> dict[str, ServedModel]:
         """Every model that a replica which is up serves, with the smallest of their contexts."""

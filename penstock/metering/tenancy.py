@@ -55,6 +55,11 @@ class Tenancy:
         """The store's keys, where those are the server's keys."""
         return self._source if isinstance(self._source, KeyStore) else None
 
+    @property
+    def store_identity(self) -> str | None:
+        """The store's, by which two servers tell whether they share it."""
+        return self.database.identity if self.database is not None else None
+
     def start(self) -> None:
         """Begin to follow the keys and to keep leases."""
         if self._source is not None:

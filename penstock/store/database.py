@@ -6,6 +6,7 @@ nothing of what is stored.
 
 import contextlib
 import os
+import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from sqlalchemy.pool import QueuePool
 
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable
 from penstock.store.location import shown
-from penstock.store.schema import SCHEMA_VERSION, metadata, state
+from penstock.store.schema import SCHEMA_VERSION, identity, metadata, state
 
 Clock = Callable[[], float]
 
@@ -38,6 +39,7 @@ class Database:
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self._engine = engine
         self._clock = clock
+        self.identity = ""  # unlike any other store's, and the same for everybody on this one
 
     @classmethod
     def open(cls, location: str, *, clock: Clock = time.time) -> "Database":
@@ -112,6 +114,8 @@ class Database:
         if found != SCHEMA_VERSION:
             right = f"its tables are of version {found}, and this Penstock needs {SCHEMA_VERSION}; give another store"
             raise ConfigError("--store", shown(location), right)
+        with self.reading() as connection:
+            self.identity = str(connection.execute(select(identity.c.value)).scalar_one())
 
 
 def _bring_up_to_date(connection: Connection) -> int:
@@ -122,6 +126,8 @@ def _bring_up_to_date(connection: Connection) -> int:
         row = insert_into(connection, state, {"id": 1, "schema_version": SCHEMA_VERSION, "keys_version": 1})
         newer = {"schema_version": SCHEMA_VERSION}
         connection.execute(row.on_conflict_do_update(index_elements=["id"], set_=newer))
+        drawn = insert_into(connection, identity, {"id": 1, "value": secrets.token_hex(16)})
+        connection.execute(drawn.on_conflict_do_nothing(index_elements=["id"]))
         found = SCHEMA_VERSION
     return found
 

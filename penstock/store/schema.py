@@ -19,9 +19,9 @@ from sqlalchemy import (
     Text,
 )
 
-# 2: files and batches. 3: rollouts. 4: what gateways serve. So far versions only added tables, and an older store is
-# given those it lacks.
-SCHEMA_VERSION = 4
+# 2: files and batches. 3: rollouts. 4: what gateways serve. 5: the store's identity. So far versions only added tables,
+# and an older store is given those it lacks.
+SCHEMA_VERSION = 5
 
 _NAME = 64
 _ID = 64
@@ -35,6 +35,14 @@ state = Table(
     Column("id", Integer, primary_key=True, autoincrement=False),
     Column("schema_version", Integer, nullable=False),
     Column("keys_version", BigInteger, nullable=False),
+)
+
+# One row: a random text by which servers tell whether they share a store, however each of them reaches it.
+identity = Table(
+    "penstock_identity",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("value", String(_ID), nullable=False),
 )
 
 # A revoked key keeps its row: its name is not given again, and a store that ever had keys is never open.

@@ -1,4 +1,4 @@
-"""Two real gateways on one store, before a server that knows nothing of tenants: limits and books are exact."""
+"""Real gateways before servers that know nothing of their tenants: limits and books are exact."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from penstock.store.keys import KeyStore
 from penstock.store.ledger import UsageLedger
 from penstock.tenants import KeyTerms, Limits
 from tests.fakes.fake_replica import FakeReplica
-from tests.fakes.gateway_process import GatewayProcess
+from tests.fakes.gateway_process import MODEL, GatewayProcess, start_replica, write_simulated_model
 
 FOREIGN_FLEET = """
 [[replicas]]
@@ -77,3 +77,24 @@ async def test_two_gateways_admit_exactly_the_limit_and_book_exactly_what_was_se
     for tenant, count in (("limited", 20), ("free", 40)):
         assert (entries[tenant].prompt_tokens, entries[tenant].output_tokens) == (3 * count, 7 * count)
     assert len(replica.received) == 60
+
+
+@pytest.mark.slow
+def test_limits_hold_before_a_penstock_server_without_a_store(store, tmp_path):
+    path, secrets = store
+    asked = {**BODY, "model": MODEL, "ignore_eos": True}
+    headers = {"authorization": f"Bearer {secrets['limited']}"}
+    with start_replica(write_simulated_model(tmp_path), pace="0.1") as server:
+        server.wait_ready()
+        with GatewayProcess("--replica", server.url, store=path) as gateway, httpx.Client(timeout=60) as client:
+            url = f"{gateway.wait_ready().url}/v1/completions"
+            answers = [
+                client.post(url, json={**asked, "stream": number % 2 == 0}, headers=headers) for number in range(22)
+            ]
+            with httpx.Client(transport=httpx.HTTPTransport(uds=gateway.admin), base_url="http://admin") as admin:
+                (replica,) = admin.get("/admin/replicas").json()["replicas"]
+    assert [answer.status_code for answer in answers] == [200] * 20 + [429] * 2
+    assert (replica["store"], replica["counted_by"]) == ("none", "gateway")
+    entry = ledger(path)["limited"]
+    assert (entry.requests, entry.prompt_tokens, entry.output_tokens, entry.refused) == (20, 60, 140, 2)
+    assert sum("cannot keep this gateway's limits: it has no store" in line for line in gateway.lines) == 1

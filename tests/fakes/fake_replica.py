@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from penstock.protocol.block_events import BlockMessage, encode
+from penstock.protocol.identity import IDENTITY_HEADER
 
 Answer = Callable[["FakeReplica", web.Request, dict], Awaitable[web.StreamResponse]]
 
@@ -25,6 +26,8 @@ class FakeReplica:
     answer: Answer = say_hello
     files: Callable[["FakeReplica", web.Request], Awaitable[web.StreamResponse]] | None = None
     ready: int = 200
+    identity: str = ""  # what it says of itself with that
+    key: str | None = None  # that its models and metrics need
     version: str = "stable"  # that it is known under
     metrics: str = ""
     received: list[dict] = field(default_factory=list)
@@ -53,13 +56,19 @@ class FakeReplica:
         return await self.files(self, request)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
+        if self._is_closed_to(request):
+            return web.Response(status=401)
         return web.json_response({"data": [{"id": name, "max_context_tokens": 512} for name in self.models]})
 
     async def _ready(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"status": "x"}, status=self.ready)
+        headers = {IDENTITY_HEADER: self.identity} if self.identity else None
+        return web.json_response({"status": "x"}, status=self.ready, headers=headers)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(text=self.metrics)
+        return web.Response(status=401) if self._is_closed_to(request) else web.Response(text=self.metrics)
+
+    def _is_closed_to(self, request: web.Request) -> bool:
+        return self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}"
 
     async def _block_events(self, request: web.Request) -> web.StreamResponse:
         if self.block_messages is None:

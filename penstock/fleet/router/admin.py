@@ -11,6 +11,7 @@ from penstock.fleet.autoscaler.report import report, report_all
 from penstock.fleet.config import ReplicaEntry
 from penstock.fleet.discovery.registration import Registration
 from penstock.fleet.fleet_file import check_entry
+from penstock.fleet.introduction import Introductions
 from penstock.fleet.replica import Replica, ReplicaPool
 from penstock.fleet.router.decisions import Decision, DecisionLog
 
@@ -28,6 +29,9 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     models: list[str]
     standing: str
     reason: str
+    next_try_seconds: float | None  # of one that is ejected: in how long it is asked again
+    store: str  # that it counts in: shared with this gateway, other, none or unknown
+    counted_by: str  # who admits and books its requests: replica, gateway or nobody
     in_flight: int
     running: float
     waiting: float
@@ -52,28 +56,39 @@ class Decisions(msgspec.Struct, frozen=True):
 
 
 def admin_routes(
-    pool: ReplicaPool, registration: Registration, decisions: DecisionLog
+    pool: ReplicaPool,
+    registration: Registration,
+    decisions: DecisionLog,
+    introductions: Introductions,
+    refusal_of: Callable[[ReplicaEntry], Awaitable[str | None]],
 ) -> list[tuple[str, str, Handler]]:
-    """Return (method, path, handler) of each."""
+    """Return (method, path, handler) of each. `refusal_of` says why what is at a URL can be no replica."""
+
+    def reports() -> ReplicaReports:
+        return ReplicaReports([_report(replica, pool, introductions) for replica in pool])
 
     async def show_replicas(request: web.Request) -> web.StreamResponse:
-        return _json(ReplicaReports([_report(replica) for replica in pool]))
+        return _json(reports())
 
     async def register(request: web.Request) -> web.StreamResponse:
         try:
             entry = msgspec.json.decode(await request.read(), type=ReplicaEntry)
             if entry.key_file is not None:
                 raise RequestError("key_file belongs into the gateway's own file; leave it out", param="key_file")
-            check_entry(entry, "url")
-        except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as error:
+            check_entry(entry)
+        except ConfigError as error:
+            raise RequestError(f"this registers no replica: {error}", param=error.option) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RequestError(f"this registers no replica: {error}") from None
+        if pool.find(entry.url) is None and (refusal := await refusal_of(entry)) is not None:
+            raise RequestError(f"{entry.url} is not registered: {refusal}", param="url")
         registration.register(entry)
         return _json(Lease(registration.lease_seconds))
 
     async def leave(request: web.Request) -> web.StreamResponse:
         if not registration.leave(request.query.get("url", "")):
             raise RequestError("no replica of this URL has registered; give it as ?url=http://…", param="url")
-        return _json(ReplicaReports([_report(replica) for replica in pool]))
+        return _json(reports())
 
     async def show_decisions(request: web.Request) -> web.StreamResponse:
         limit = request.query.get("limit", str(_DEFAULT_DECISIONS))
@@ -105,7 +120,8 @@ def autoscaler_routes(autoscalers: Sequence[Autoscaler], clock: Callable[[], flo
     return [("GET", "/admin/autoscaler", show_all), ("GET", "/admin/autoscaler/{model:.+}", show_one)]
 
 
-def _report(replica: Replica) -> ReplicaReport:
+def _report(replica: Replica, pool: ReplicaPool, introductions: Introductions) -> ReplicaReport:
+    wait = replica.breaker.seconds_until_try
     return ReplicaReport(
         url=replica.url,
         kind=replica.adapter.kind,
@@ -113,6 +129,10 @@ def _report(replica: Replica) -> ReplicaReport:
         models=[model.name for model in replica.models],
         standing=replica.breaker.standing.value,
         reason=replica.breaker.reason,
+        # While too few others are up it is asked with every probe.
+        next_try_seconds=min(wait, pool.health.probe_seconds) if wait and pool.is_needed(replica) else wait,
+        store=introductions.store_of(replica),
+        counted_by=introductions.counter(replica),
         in_flight=replica.num_in_flight,
         running=replica.load.num_running,
         waiting=replica.load.num_waiting,

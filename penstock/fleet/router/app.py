@@ -28,6 +28,7 @@ from penstock.errors import (
 from penstock.fleet.autoscaler.autoscaler import Autoscaler
 from penstock.fleet.config import FleetConfig
 from penstock.fleet.discovery.registration import Registration
+from penstock.fleet.introduction import Introductions
 from penstock.fleet.replica import ReplicaPool
 from penstock.fleet.rollout.rollouts import Rollouts
 from penstock.fleet.rollout.routes import rollout_routes
@@ -38,6 +39,7 @@ from penstock.fleet.router.decisions import Decision, DecisionLog
 from penstock.fleet.router.dispatch import Dispatcher
 from penstock.fleet.router.downstream import ClientGone
 from penstock.fleet.router.file_proxy import PATTERN, FileProxy
+from penstock.fleet.router.health import HealthMonitor
 from penstock.fleet.router.metrics import GatewayMetrics
 from penstock.fleet.router.proxy import Proxy
 from penstock.fleet.router.query import RouteQuery, read_head
@@ -45,6 +47,7 @@ from penstock.fleet.router.urgency import urgency_of
 from penstock.metering.meter import Meter
 from penstock.protocol.errors import reply_for
 from penstock.protocol.health import Health
+from penstock.protocol.identity import IDENTITY_HEADER, encode_identity
 from penstock.protocol.models import Model, ModelList
 from penstock.store.key_ring import KeyRing
 from penstock.telemetry import RequestRecord, log_request
@@ -69,6 +72,8 @@ class GatewayContext:
     config: FleetConfig
     pool: ReplicaPool
     ring: KeyRing
+    introductions: Introductions
+    monitor: HealthMonitor
     dispatcher: Dispatcher
     proxy: Proxy
     files: FileProxy
@@ -111,7 +116,9 @@ def create_admin_app(context: GatewayContext, *, needs_key: bool) -> web.Applica
 
 def _admin_routes(context: GatewayContext) -> list[tuple[str, str, Handler]]:
     return [
-        *admin_routes(context.pool, context.registration, context.decisions),
+        *admin_routes(
+            context.pool, context.registration, context.decisions, context.introductions, context.monitor.refusal
+        ),
         *rollout_routes(context.rollouts),
         *autoscaler_routes(context.autoscalers, context.pool.clock),
     ]
@@ -119,12 +126,14 @@ def _admin_routes(context: GatewayContext) -> list[tuple[str, str, Handler]]:
 
 def _bare_app(context: GatewayContext) -> web.Application:
     app = web.Application(middlewares=[_front_door(context)], client_max_size=context.max_body_bytes)
-    app.on_response_prepare.append(_hide_software)
+    identity = encode_identity(context.introductions.identity)
+
+    async def sign(request: web.Request, response: web.StreamResponse) -> None:
+        response.headers.pop("Server", None)  # versions are nobody's business
+        response.headers[IDENTITY_HEADER] = identity  # or another gateway could take this one for a server
+
+    app.on_response_prepare.append(sign)
     return app
-
-
-async def _hide_software(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers.pop("Server", None)  # versions are nobody's business
 
 
 class _Routes:

@@ -30,8 +30,8 @@ class Decision(msgspec.Struct, kw_only=True):
     predicted_ttft_seconds: float | None = None
     ttft_seconds: float | None = None  # from arrival to the replica's first byte
     predicted_cached_tokens: int | None = None
-    cached_tokens: int | None = None  # as the replica says
-    prompt_tokens: int | None = None  # as the replica says
+    cached_tokens: int | None = None  # of the caller's prompt, as the last replica that answered says
+    prompt_tokens: int | None = None  # as it says too: without those of an answer that another began
     resumptions: int = 0  # replicas that failed in the middle and were replaced
     status: int = 0
 
@@ -42,7 +42,6 @@ class Decision(msgspec.Struct, kw_only=True):
         self.reason = placement.choice.reason
         self.predicted_ttft_seconds = placement.choice.predicted_ttft_seconds
         self.predicted_cached_tokens = placement.choice.cached_tokens
-        self.cached_tokens = self.prompt_tokens = None
 
     def header(self) -> str:
         parts = [f"replica={self.replica}", f"policy={self.policy}", f'reason="{self.reason}"']

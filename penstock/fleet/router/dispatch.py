@@ -19,7 +19,6 @@ from penstock.fleet.router.waiting_room import RoomFull, WaitingRoom
 from penstock.protocol.prompt_note import PromptNote
 
 _SMOOTHING = 0.2
-_UNKNOWN_WAIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +29,9 @@ class Wish:
     urgency: Urgency = PLAIN
     avoid: Collection[str] = ()  # URLs of replicas that failed it; taken again only where there is no other
     must_frame: bool = False  # it can only go on with an answer that another began
+    counted_here: bool = (
+        False  # such an answer is, by the gateway; whoever goes on with it must be as well, or must not
+    )
 
 
 class Placement:
@@ -43,7 +45,9 @@ class Placement:
         self._lane = lane
         self._dispatcher = dispatcher
         self._model = model
+        self.is_answered = False  # by the replica, be it with a mistake of the caller's
         self._is_held = True
+        lane.held[self] = self._began
         self.replica.num_in_flight += 1
 
     def note_first_byte(self, note: PromptNote | None, *, is_first_token: bool) -> None:
@@ -54,6 +58,9 @@ class Placement:
     def release(self) -> None:
         if self._is_held:
             self._is_held = False
+            del self._lane.held[self]
+            if self.is_answered:
+                self._lane.note_end(self.replica.clock() - self._began)
             self._lane.policy.on_end(self.choice)
             self.replica.num_in_flight -= 1
             self._dispatcher.on_release(self._model)
@@ -66,8 +73,28 @@ class _Lane:
         self.policy_name = policy
         self.policy: Policy = POLICIES.load(policy)()
         self.room: WaitingRoom[Placement] = WaitingRoom(max_per_tenant)
+        self.held: dict[Placement, float] = {}  # places that requests have, and since when; the oldest first
         self.seconds_per_release: float | None = None
+        self.seconds_per_request: float | None = None
         self.released_at: float | None = None
+
+    def note_end(self, seconds: float) -> None:
+        """A request had its place for so long."""
+        self.seconds_per_request = _smoothed(self.seconds_per_request, seconds)
+
+    def forecast(self, now: float) -> float | None:
+        """Return in how many seconds one more would have its turn; None where nobody has a place that could come free.
+
+        Places come free as they did while others waited or, where nobody has waited yet, as fast as requests end.
+        Before the first has ended, the oldest is expected to take as long again as it has taken.
+        """
+        if self.seconds_per_release is not None:
+            return (len(self.room) + 1) * self.seconds_per_release
+        if not self.held:
+            return None
+        oldest = now - next(iter(self.held.values()))
+        seconds = self.seconds_per_request if self.seconds_per_request is not None else oldest
+        return (len(self.room) + 1) * seconds / len(self.held)
 
 
 class Dispatcher:
@@ -85,7 +112,7 @@ class Dispatcher:
     def counts_nowhere(self, model: str) -> bool:
         """Whether every replica of a model is one that does not count usage itself."""
         replicas = self._pool.serving(model)
-        return bool(replicas) and not any(replica.adapter.counts_usage for replica in replicas)
+        return bool(replicas) and all(replica.is_counted_here for replica in replicas)
 
     def max_context_tokens(self, model: str) -> int | None:
         """Return the longest context of a model, as far as its replicas tell."""
@@ -136,8 +163,7 @@ class Dispatcher:
         """A request has ended: learn how fast they do, and call the next."""
         lane, now = self._lane(model), self._pool.clock()
         if lane.released_at is not None:
-            seconds, known = now - lane.released_at, lane.seconds_per_release
-            lane.seconds_per_release = seconds if known is None else known + _SMOOTHING * (seconds - known)
+            lane.seconds_per_release = _smoothed(lane.seconds_per_release, now - lane.released_at)
         # Only while somebody waits do places become free as fast as they can.
         lane.released_at = now if len(lane.room) else None
         lane.room.call_next()
@@ -154,8 +180,9 @@ class Dispatcher:
         else:
             self._troubles[model] = summary
 
-    def note_full(self, replica: Replica, seconds: float) -> None:
-        """A replica refused a request for being full; look again when it said to."""
+    def note_full(self, replica: Replica, seconds: float | None) -> None:
+        """A replica refused a request for being full: look again when it said to, else when probes come round again."""
+        seconds = seconds if seconds is not None else self._config.health.probe_seconds
         replica.note_full(seconds)
         asyncio.get_running_loop().call_later(seconds + 0.001, self.call_waiting)
 
@@ -172,7 +199,7 @@ class Dispatcher:
         able = [
             replica
             for replica in self._eligible(wish.query)
-            if replica.is_usable and not replica.is_full and (replica.adapter.can_frame or not wish.must_frame)
+            if replica.is_usable and not replica.is_full and _can_go_on(replica, wish)
         ]
         able = [replica for replica in able if replica.url not in wish.avoid] or able
         if not able:
@@ -205,10 +232,20 @@ class Dispatcher:
     def _overloaded(self, lane: _Lane, model: str, message: str) -> Overloaded:
         """Return a refusal that says when to come again: when a replica said, or when those who wait will be served."""
         told = [replica.seconds_until_free for replica in self._pool.serving(model) if replica.seconds_until_free > 0]
-        served = self._expected_wait(lane) if lane.seconds_per_release is not None else _UNKNOWN_WAIT_SECONDS
-        return Overloaded(message, retry_after_seconds=max(min(told, default=0.0), served))
+        forecast = lane.forecast(self._pool.clock()) or 0.0
+        return Overloaded(message, retry_after_seconds=max(min(told, default=0.0), forecast))
 
     @staticmethod
     def _expected_wait(lane: _Lane) -> float:
         """Return how long one more must wait if places go on to become free as they did; 0 where nobody knows."""
         return (len(lane.room) + 1) * (lane.seconds_per_release or 0.0)
+
+
+def _smoothed(known: float | None, value: float) -> float:
+    return value if known is None else known + _SMOOTHING * (value - known)
+
+
+def _can_go_on(replica: Replica, wish: Wish) -> bool:
+    if not wish.must_frame:
+        return True
+    return replica.adapter.can_frame and replica.is_counted_here == wish.counted_here

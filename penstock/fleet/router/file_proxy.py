@@ -66,9 +66,10 @@ class FileProxy:
 
     def _candidates(self) -> list[Replica]:
         """Return a replica of each model, then the others; the least busy first."""
-        keepers = [replica for replica in self._pool if replica.adapter.keeps_files]
+        # One that does not share the gateway's store would keep them where no other finds them, and count elsewhere.
+        keepers = [replica for replica in self._pool if replica.adapter.keeps_files and not replica.is_counted_here]
         if not keepers and len(self._pool):
-            raise RouteNotFound("files and batches need a Penstock replica; those behind this gateway are others")
+            raise RouteNotFound("files and batches need a Penstock replica on the gateway's store; there is none here")
         usable = sorted((item for item in keepers if item.is_usable), key=lambda item: item.busyness)
         first: dict[object, Replica] = {}
         for replica in usable:

@@ -1,27 +1,50 @@
-"""Asks every replica, again and again: ready? which models? how busy?
+"""Asks every replica, again and again: who are you? ready? which models? how busy?
 
-Tells the breakers what it finds. Knows nothing of requests.
+Tells the breakers what it finds; one that is ejected is asked again when its wait is over, or with every probe while
+too few others are up. Knows nothing of requests.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import aiohttp
+from yarl import URL
 
+from penstock.fleet.adapters.registry import ADAPTERS
+from penstock.fleet.config import ReplicaEntry
+from penstock.fleet.introduction import Introductions
 from penstock.fleet.replica import Replica, ReplicaPool
 from penstock.fleet.router.upstream import UPSTREAM_ERRORS, error_code, note_failure, own_headers, target
+from penstock.protocol.identity import IDENTITY_HEADER, Identity, decode_identity
 
 _MODELS_EVERY = 10  # probes
+_REFUSED_US = (401, 403)
+
+
+class _Answer(NamedTuple):
+    status: int
+    body: bytes
+    identity: Identity | None
 
 
 class HealthMonitor:
-    def __init__(self, pool: ReplicaPool, session: aiohttp.ClientSession, on_probe: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        session: aiohttp.ClientSession,
+        on_probe: Callable[[], None],
+        introductions: Introductions | None = None,
+    ) -> None:
         """`on_probe` is called behind each probe: somebody may be served now."""
         self._pool = pool
         self._session = session
         self._on_probe = on_probe
+        self._introductions = introductions if introductions is not None else Introductions()
         self._timeout = aiohttp.ClientTimeout(total=pool.health.probe_timeout_seconds)
         self._num_probes: dict[str, int] = {}
+        self._closed: dict[tuple[str, str], int] = {}  # URLs and paths that are not for us, and what they answered
         self._under_way: set[str] = set()  # URLs
 
     async def run(self) -> None:
@@ -43,57 +66,112 @@ class HealthMonitor:
         """Probe every replica once."""
         await asyncio.gather(*[self._probe_once(replica) for replica in self._known()])
 
+    async def refusal(self, entry: ReplicaEntry) -> str | None:
+        """Ask what is at a URL, and return why it can be no replica. One that does not answer may come yet."""
+        path = ADAPTERS.load(entry.kind).ready_path
+        try:
+            answer = await self._get(URL(entry.url.rstrip("/") + path, encoded=True))
+        except UPSTREAM_ERRORS:
+            return None
+        return self._introductions.refusal(answer.identity)
+
     def _known(self) -> list[Replica]:
         replicas = list(self._pool)
         self._num_probes = {replica.url: self._num_probes.get(replica.url, 0) for replica in replicas}
+        self._closed = {place: status for place, status in self._closed.items() if place[0] in self._num_probes}
         return replicas
 
     async def _probe_once(self, replica: Replica) -> None:
+        is_needed = self._pool.is_needed(replica)
+        if replica.breaker.seconds_until_try and not is_needed:
+            return
         self._under_way.add(replica.url)
         try:
-            await self._probe(replica)
+            await self._probe(replica, is_needed)
         finally:
             self._under_way.discard(replica.url)
         self._on_probe()
 
-    async def _probe(self, replica: Replica) -> None:
+    async def _probe(self, replica: Replica, is_needed: bool) -> None:
         try:
-            status, body = await self._get(replica, replica.adapter.ready_path)
+            answer = await self._ask(replica, replica.adapter.ready_path)
         except UPSTREAM_ERRORS as error:
             note_failure(replica, error)
             return
-        if status != 200:
-            replica.breaker.on_probe(
-                False, f"{replica.adapter.ready_path} answers {status} {error_code(body)}".rstrip()
-            )
-            return
-        count = self._num_probes.get(replica.url, 0)
-        if not replica.models or count % _MODELS_EVERY == 0:
-            await self._read_models(replica)
-        self._num_probes[replica.url] = count + 1
-        if not replica.models:
-            replica.breaker.on_probe(False, "it tells no models; a key_file may be missing")
-            return
-        await self._read_load(replica)
-        replica.breaker.on_probe(True)
+        lack = await self._lack(replica, answer)
+        if lack is None:
+            await self._read_load(replica)
+        is_idle = replica.num_in_flight == 0
+        replica.breaker.on_probe(lack is None, lack or "", is_idle=is_idle, is_needed=is_needed)
 
-    async def _read_models(self, replica: Replica) -> None:
+    async def _lack(self, replica: Replica, answer: _Answer) -> str | None:
+        """Return why a replica that answers so is not ready."""
+        refusal = self._introductions.refusal(answer.identity)
+        if refusal is not None:
+            return refusal
+        path = replica.adapter.ready_path
+        if answer.status in _REFUSED_US:
+            return _key_advice(replica, path, answer.status)
+        if answer.status != 200:
+            return f"{path} answers {answer.status} {error_code(answer.body)}".rstrip()
+        self._introductions.take(replica, answer.identity)
+        count = self._num_probes.get(replica.url, 0)
+        # One that was away may have come back with others.
+        lack = await self._read_models(replica) if count % _MODELS_EVERY == 0 or not replica.is_up else None
+        self._num_probes[replica.url] = count + 1
+        return None if replica.models else lack or "it tells no models"
+
+    async def _read_models(self, replica: Replica) -> str | None:
+        """Learn the models; return why there is nothing to learn. What was known stays."""
+        path = replica.adapter.models_path
         try:
-            status, body = await self._get(replica, replica.adapter.models_path)
-            if status == 200:
-                replica.models = replica.adapter.models(body)
+            answer = await self._ask(replica, path)
+            if answer.status == 200:
+                replica.models = replica.adapter.models(answer.body)
+                return None
         except (*UPSTREAM_ERRORS, ValueError):
-            return  # what was known stays
+            return f"{path} gives no list of models"
+        if answer.status not in _REFUSED_US:
+            return f"{path} answers {answer.status} {error_code(answer.body)}".rstrip()
+        if replica.models:
+            self._note_closed(replica, path, answer.status)
+        return _key_advice(replica, path, answer.status)
 
     async def _read_load(self, replica: Replica) -> None:
+        path = replica.adapter.metrics_path
         try:
-            status, body = await self._get(replica, replica.adapter.metrics_path)
-            if status == 200:
-                replica.note_load(replica.adapter.load(body.decode("utf-8", "replace")))
+            answer = await self._ask(replica, path)
+            if answer.status == 200:
+                replica.note_load(replica.adapter.load(answer.body.decode("utf-8", "replace")))
         except (*UPSTREAM_ERRORS, ValueError):
             return  # requests in flight are known all the same
+        if answer.status in _REFUSED_US:
+            self._note_closed(replica, path, answer.status)
+        else:
+            self._closed.pop((replica.url, path), None)
 
-    async def _get(self, replica: Replica, path: str) -> tuple[int, bytes]:
-        url, headers = target(replica, path), own_headers(replica)
+    def _note_closed(self, replica: Replica, path: str, status: int) -> None:
+        """Say, once, that a replica which serves does not answer the gateway's own questions."""
+        if self._closed.get((replica.url, path)) != status:
+            self._closed[replica.url, path] = status
+            advice = _key_advice(replica, path, status)
+            message = f"a replica does not tell this gateway what it asks: {advice}"
+            replica.log.write(message, level=logging.WARNING, replica=replica.name)
+
+    async def _ask(self, replica: Replica, path: str) -> _Answer:
+        return await self._get(target(replica, path), own_headers(replica))
+
+    async def _get(self, url: URL, headers: dict[str, str] | None = None) -> _Answer:
         async with self._session.get(url, headers=headers, timeout=self._timeout, allow_redirects=False) as response:
-            return response.status, await response.read()
+            identity = decode_identity(response.headers.get(IDENTITY_HEADER, ""))
+            return _Answer(response.status, await response.read(), identity)
+
+
+def _key_advice(replica: Replica, path: str, status: int) -> str:
+    """Say what to do about a replica that does not let this gateway in."""
+    if replica.key_file is None:
+        return f"{path} answers {status}: give key_file, a file with a key that it takes"
+    if not own_headers(replica):
+        return f"{path} answers {status}, and the key_file {replica.key_file} cannot be read: give one that can"
+    right = "a key with admin = true" if status == 403 else "a key that it knows"
+    return f"{path} answers {status} to the key in {replica.key_file}: give key_file {right}"

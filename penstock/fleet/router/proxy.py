@@ -7,16 +7,17 @@ one stream. Knows nothing of how replicas are found or chosen.
 
 import asyncio
 import dataclasses
+import logging
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import aiohttp
-import msgspec
 from aiohttp import web
 
 from penstock.errors import EngineFailed, EngineUnavailable, LimitReached, Overloaded, PenstockError
+from penstock.fleet.event_log import EventLog
 from penstock.fleet.replica import Replica
 from penstock.fleet.rollout.shadow import ShadowCopy
 from penstock.fleet.rollout.trial import Trial
@@ -26,6 +27,7 @@ from penstock.fleet.router.decisions import ROUTE_HEADER, Decision
 from penstock.fleet.router.dispatch import Dispatcher, Placement, Wish
 from penstock.fleet.router.downstream import Downstream, begin_stream
 from penstock.fleet.router.foreign_usage import UsageReader, asking_for_usage, read_whole
+from penstock.fleet.router.framed_stream import FramedStream
 from penstock.fleet.router.metrics import GatewayMetrics
 from penstock.fleet.router.query import RouteQuery
 from penstock.fleet.router.upstream import (
@@ -42,19 +44,14 @@ from penstock.fleet.router.upstream import (
 )
 from penstock.fleet.router.urgency import Urgency, with_time_left
 from penstock.protocol.errors import ErrorReply, reply_for
-from penstock.protocol.frames import FRAMES_HEADER, NO_LEASE, BrokenFrames, FrameReader
-from penstock.protocol.prompt_note import PROMPT_HEADER, decode_note
+from penstock.protocol.frames import FRAMES_HEADER
+from penstock.protocol.prompt_note import PROMPT_HEADER, PromptNote, decode_note
 from penstock.telemetry import RequestRecord
 
 # Replicas that may fail a request in a row before it is given up: one that kills replicas must not kill them all.
 MAX_ATTEMPTS = 3
 
-
-class _ChunkHead(msgspec.Struct):
-    """What the chunks of one answer have in common."""
-
-    id: str
-    created: int
+log = logging.getLogger("penstock.gateway")
 
 
 @dataclass(slots=True)
@@ -72,6 +69,7 @@ class _Exchange:
     account: Account
     hides_usage: bool  # a stream's caller did not ask what it cost
     seed: int  # for a stream that may move to another replica: there it must draw the same
+    is_counted_here: bool = False  # by the gateway, and not by the replica that has it
     avoid: set[str] = field(default_factory=set)
     num_failures: int = 0  # in a row
     refusal: ErrorReply | None = None  # of the replica that failed it last
@@ -86,6 +84,7 @@ class Proxy:
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._trials = trials
+        self._log = EventLog(log, time.monotonic)
 
     async def forward(
         self,
@@ -122,7 +121,9 @@ class Proxy:
                     exchange.account.refuse(exchange.record)
                     raise
                 exchange.account.fail(exchange.record, exchange.refusal.status)
-                return _error_response(exchange)  # the replica's own refusal says more
+                # The replica's own refusal says more, but perhaps not when to try again.
+                exchange.refusal = _with_retry_after(exchange.refusal, reply_for(error))
+                return _error_response(exchange)
             exchange.trial = self._trials.begin(exchange.query, placement.replica)
             try:
                 response = await self._attempt(exchange, placement)
@@ -148,12 +149,16 @@ class Proxy:
     async def _attempt(self, exchange: _Exchange, placement: Placement) -> web.StreamResponse | None:
         """Send the request to one replica; None where another should be tried."""
         replica = placement.replica
-        if replica.adapter.counts_usage:
-            exchange.account.leave_to_replica()
-        else:
+        exchange.is_counted_here = replica.is_counted_here
+        if exchange.is_counted_here:
             await exchange.account.open(exchange.record, self._dispatcher.max_context_tokens(exchange.query.model))
+        else:
+            exchange.account.leave_to_replica()
         try:
-            async with await self._open(exchange, placement, _body_for(exchange, replica)) as upstream:
+            body = _body_of(exchange)
+            if replica.adapter.counts_usage:  # a server of ours: it knows of deadlines
+                body = with_time_left(body, exchange.urgency, time.monotonic(), has_begun=False)
+            async with await self._open(exchange, placement, body) as upstream:
                 if upstream.status in RETRIED_STATUSES or upstream.status == 429:
                     if await self._is_final(exchange, placement, upstream):
                         return _error_response(exchange)
@@ -165,7 +170,9 @@ class Proxy:
                 replica.breaker.on_success()
                 if exchange.trial is not None and upstream.status == 200:
                     exchange.trial.take_whole(whole)
-                if not replica.adapter.counts_usage:
+                if upstream.status in (401, 403):
+                    self._note_closed(exchange, replica, upstream.status)
+                if exchange.is_counted_here:
                     await self._settle_whole(exchange, upstream.status, whole)
                 headers = self._headers(exchange, upstream)
                 return web.Response(status=upstream.status, body=whole, headers=headers)
@@ -182,7 +189,7 @@ class Proxy:
         await self._settle(exchange)
 
     async def _settle(self, exchange: _Exchange) -> None:
-        """Write what a foreign server's answer cost before its last byte leaves."""
+        """Write what an answer that is counted here cost before its last byte leaves."""
         if exchange.account.is_kept and exchange.record.usage_source:
             self._metrics.estimated_usage.inc()
         await exchange.account.settle(exchange.record)
@@ -225,35 +232,22 @@ class Proxy:
     ) -> web.StreamResponse:
         response = web.StreamResponse(status=upstream.status, headers=self._headers(exchange, upstream))
         downstream = await begin_stream(exchange.request, response)
-        if upstream.headers.get(FRAMES_HEADER) is not None:
-            await self._pass_frames(exchange, placement, upstream, downstream)
-        elif exchange.account.is_kept and not placement.replica.adapter.counts_usage:
-            await self._pass_counted(exchange, placement, upstream, downstream)
+        carry = self._carry_frames if upstream.headers.get(FRAMES_HEADER) is not None else self._carry
+        if exchange.account.is_kept and exchange.is_counted_here:
+            reader = UsageReader(exchange.record, hides_usage=exchange.hides_usage)
+            try:
+                is_whole = await carry(exchange, placement, upstream, downstream, reader.feed)
+            finally:
+                reader.note_cost()
+            if is_whole:
+                await self._settle(exchange)
+                if rest := reader.last_bytes():
+                    await downstream.write(rest)
         else:
-            await self._pass_stream(exchange, placement, upstream, downstream)
-        return response
-
-    async def _pass_stream(
-        self, exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse, downstream: Downstream
-    ) -> None:
-        """Pass a stream on as it comes."""
-        if await self._carry(exchange, placement, upstream, downstream, lambda data: data):
-            await downstream.end()
-
-    async def _pass_counted(
-        self, exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse, downstream: Downstream
-    ) -> None:
-        """Pass a foreign server's stream on, and book what it cost before its end is passed on too."""
-        reader = UsageReader(exchange.record, hides_usage=exchange.hides_usage)
-        try:
-            is_whole = await self._carry(exchange, placement, upstream, downstream, reader.feed)
-        finally:
-            reader.note_cost()
+            is_whole = await carry(exchange, placement, upstream, downstream, lambda data: data)
         if is_whole:
-            await self._settle(exchange)
-            if rest := reader.last_bytes():
-                await downstream.write(rest)
             await downstream.end()
+        return response
 
     async def _carry(
         self,
@@ -276,11 +270,12 @@ class Proxy:
                 if exchange.trial is not None:
                     exchange.trial.feed(data)
         except UPSTREAM_ERRORS as error:
+            why = "its caller read too slowly"
             if not downstream.was_slow:
-                note_failure(placement.replica, error)
+                why = note_failure(placement.replica, error)
                 if exchange.trial is not None:
                     exchange.trial.fail()
-            await self._end_with_error(exchange, downstream, b"")
+            await self._end_with_error(exchange, placement.replica, why, downstream)
             return False
         placement.replica.breaker.on_success()
         if exchange.trial is not None:
@@ -288,12 +283,17 @@ class Proxy:
             exchange.trial.end()
         return True
 
-    async def _pass_frames(
-        self, exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse, downstream: Downstream
-    ) -> None:
-        """Pass a framed stream on, and have another replica go on with it where this one fails."""
-        reader = FrameReader()
-        stream = _FramedStream(downstream, reader, exchange.trial)
+    async def _carry_frames(
+        self,
+        exchange: _Exchange,
+        placement: Placement,
+        upstream: aiohttp.ClientResponse,
+        downstream: Downstream,
+        sift: Callable[[bytes], bytes],
+    ) -> bool:
+        """Pass a framed stream on, as `_carry` does, and have another replica go on with it where this one fails."""
+        stream = FramedStream(downstream, sift, exchange.trial)
+        reader = stream.reader
         if await stream.follow(placement, upstream):
             exchange.num_failures = 0
         if exchange.trial is not None:
@@ -305,22 +305,27 @@ class Proxy:
             exchange.avoid = {placement.replica.url}
             failure_events = reader.failure_events or failure_events
             reader.start_over()
+            began = time.monotonic()
             other = await self._place_again(exchange)
             if other is None:
                 break
+            self._log.write(
+                "a stream goes on with another replica", level=logging.WARNING, replica=other.replica.name,
+                failed=placement.replica.name, reason=stream.why, tokens=stream.num_tokens,
+                placed_in_seconds=round(time.monotonic() - began, 3), request_id=exchange.record.request_id,
+            )  # fmt: skip
             placement = other
             try:
                 await self._go_on(exchange, placement, stream)
             finally:
                 placement.release()
-        if reader.finished:
-            await downstream.end()
-        else:
-            await self._end_with_error(exchange, downstream, failure_events)
+        if not reader.finished:
+            await self._end_with_error(exchange, placement.replica, stream.why, downstream, failure_events)
+        return reader.finished
 
     async def _place_again(self, exchange: _Exchange) -> Placement | None:
         urgency = dataclasses.replace(exchange.urgency, first_token_by=None)  # the caller has had it
-        wish = Wish(exchange.query, urgency, exchange.avoid, must_frame=True)
+        wish = Wish(exchange.query, urgency, exchange.avoid, must_frame=True, counted_here=exchange.is_counted_here)
         try:
             placement = await self._dispatcher.acquire(wish)
         except PenstockError:
@@ -329,16 +334,20 @@ class Proxy:
         exchange.decision.take(placement)
         return placement
 
-    async def _go_on(self, exchange: _Exchange, placement: Placement, stream: "_FramedStream") -> None:
+    async def _go_on(self, exchange: _Exchange, placement: Placement, stream: FramedStream) -> None:
         """Have a replica go on with a stream behind what the caller has seen."""
         has_begun = bool(stream.first_events)
         body = with_time_left(
-            _continuation(exchange.body, stream), exchange.urgency, time.monotonic(), has_begun=has_begun
+            stream.continuation(_body_of(exchange)),
+            exchange.urgency,
+            time.monotonic(),
+            has_begun=has_begun,
         )
         try:
             async with await self._open(exchange, placement, body) as upstream:
                 if upstream.status != 200 or upstream.headers.get(FRAMES_HEADER) is None:
                     code = error_code(await read_error(upstream))
+                    stream.why = f"it answered {upstream.status} {code}".rstrip()
                     if code == LimitReached.code:
                         return  # the tenant's, and not the replica's
                     if upstream.status == 429:
@@ -347,13 +356,20 @@ class Proxy:
                         note_refusal(placement.replica, upstream.status, code)
                     return
                 self._metrics.resumptions.labels("continued").inc()
+                self._note_prompt(exchange, placement, upstream)
                 if await stream.follow(placement, upstream):
                     exchange.num_failures = 0
         except UPSTREAM_ERRORS as error:
-            note_failure(placement.replica, error)
+            stream.why = note_failure(placement.replica, error)
 
-    async def _end_with_error(self, exchange: _Exchange, downstream: Downstream, events: bytes) -> None:
+    async def _end_with_error(
+        self, exchange: _Exchange, failed: Replica, why: str, downstream: Downstream, events: bytes = b""
+    ) -> None:
         self._metrics.resumptions.labels("lost").inc()
+        self._log.write(
+            "a stream is lost: nobody could go on with it", level=logging.ERROR, failed=failed.name, reason=why,
+            request_id=exchange.record.request_id,
+        )  # fmt: skip
         reply = reply_for(EngineFailed("the replica failed while it answered, and none could go on; try again"))
         exchange.record.error_code = reply.code
         await downstream.write(events or b"data: %b\n\n" % reply.body)
@@ -379,12 +395,30 @@ class Proxy:
     def _note_first_byte(exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse) -> None:
         decision = exchange.decision
         exchange.record.ttft_seconds = decision.ttft_seconds = time.monotonic() - exchange.record.arrival
-        note = decode_note(upstream.headers.get(PROMPT_HEADER, ""))
-        if note is not None:
-            decision.prompt_tokens, decision.cached_tokens = note.num_tokens, note.num_cached_tokens
+        note = Proxy._note_prompt(exchange, placement, upstream)
         # Ours begin to answer with the first token; others may send a stream's head at once.
         if note is not None or not exchange.streams:
             placement.note_first_byte(note, is_first_token=exchange.streams)
+
+    @staticmethod
+    def _note_prompt(exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse) -> PromptNote | None:
+        """Take what the replica that answers tells of the caller's prompt: the last to answer has the word."""
+        placement.is_answered = True
+        note = decode_note(upstream.headers.get(PROMPT_HEADER, ""))
+        if note is not None:
+            exchange.decision.prompt_tokens, exchange.decision.cached_tokens = note.num_tokens, note.num_cached_tokens
+        return note
+
+    @staticmethod
+    def _note_closed(exchange: _Exchange, replica: Replica, status: int) -> None:
+        """Say that a replica does not take a request which this gateway let in."""
+        if not replica.adapter.counts_usage:
+            message = f"a replica answers {status} to the gateway's own key: give key_file a key that it takes"
+        elif exchange.has_keys:
+            message = f"a replica answers {status} to a key that this gateway knows: give both the same store or keys"
+        else:
+            return  # the caller's own key, of which only the replica knows
+        replica.log.write(message, level=logging.WARNING, replica=replica.name, tenant=exchange.record.tenant)
 
     def _note_failure(self, exchange: _Exchange, placement: Placement, reply: ErrorReply) -> None:
         if exchange.trial is not None:
@@ -394,85 +428,19 @@ class Proxy:
         exchange.avoid.add(placement.replica.url)
 
 
-class _FramedStream:
-    """The caller's end of a framed stream, whichever replica feeds it."""
-
-    def __init__(self, downstream: Downstream, reader: FrameReader, trial: Trial | None) -> None:
-        self.reader = reader
-        self.first_events = b""
-        self._first_at: float | None = None
-        self.lease = NO_LEASE  # that the newest replica holds for it
-        self._downstream = downstream
-        self._scored = trial if trial is not None and trial.has_scores else None
-
-    async def follow(self, placement: Placement, upstream: aiohttp.ClientResponse) -> bool:
-        """Pass frames on until the last, or until the replica fails; return whether any came."""
-        breaker, reader, content = placement.replica.breaker, self.reader, upstream.content
-        self.lease = upstream.headers.get(FRAMES_HEADER, NO_LEASE)
-        came = False
-        try:
-            while data := await content.readany():
-                events = reader.feed(data)
-                if events:
-                    if not came:
-                        came = True
-                        self._first_at = self._first_at or time.monotonic()
-                        breaker.on_answer()
-                        self.first_events = self.first_events or events
-                    await self._downstream.write(events)
-                    if self._scored is not None:
-                        self._scored.keep(events)
-                if reader.finished:
-                    breaker.on_success()
-                    return came
-                if reader.failure is not None:
-                    note_refusal(placement.replica, 500, reader.failure)
-                    return came
-            breaker.on_failure("it ended a stream early")
-        except UPSTREAM_ERRORS as error:
-            # Servers cut readers that stop: whoever reads slowly must not have replicas ejected.
-            if not self._downstream.was_slow:
-                note_failure(placement.replica, error)
-        except BrokenFrames as error:
-            breaker.on_failure(str(error))
-        return came
-
-    def tell(self, trial: Trial) -> None:
-        """Say what became of the stream on its first replica."""
-        trial.was_hindered = self._downstream.was_slow
-        if self.reader.finished:
-            trial.end(self.reader.token_ids, self._first_at)
-        elif not trial.was_hindered:
-            trial.fail()
-
-
-def _body_for(exchange: _Exchange, replica: Replica) -> bytes:
-    """Return the body for a replica: with the time that is left or, where we must count, the wish to know its cost."""
-    counted = exchange.account.is_kept and not replica.adapter.counts_usage
+def _body_of(exchange: _Exchange) -> bytes:
+    """Return the body for the replica: where we must count, with the wish to know its cost."""
+    counted = exchange.account.is_kept and exchange.is_counted_here
     path = exchange.request.rel_url.raw_path
     if counted and exchange.streams and exchange.hides_usage and path.endswith("/completions"):
         return asking_for_usage(exchange.body)
-    if replica.adapter.counts_usage:
-        return with_time_left(exchange.body, exchange.urgency, time.monotonic(), has_begun=False)
     return exchange.body
 
 
-def _continuation(body: bytes, stream: _FramedStream) -> bytes:
-    """Return the body that asks for the rest of an answer; the whole of it where nothing was seen yet."""
-    reader = stream.reader
-    token_ids = reader.token_ids
-    if not token_ids:
-        return body
-    document = msgspec.json.decode(body)
-    event = stream.first_events.partition(b"data: ")[2].partition(b"\n")[0]
-    head = msgspec.json.decode(event, type=_ChunkHead)
-    begun: dict[str, object] = {"id": head.id, "created": head.created, "token_ids": token_ids}
-    if reader.ended_choices:
-        begun["ended"] = reader.ended_choices
-    if stream.lease != NO_LEASE:
-        begun["lease"] = stream.lease
-    document["continue_from"] = begun
-    return msgspec.json.encode(document)
+def _with_retry_after(refusal: ErrorReply, own: ErrorReply) -> ErrorReply:
+    if any(name.lower().startswith("retry-after") for name in refusal.headers):
+        return refusal
+    return dataclasses.replace(refusal, headers={**refusal.headers, **own.headers})
 
 
 def _error_response(exchange: _Exchange) -> web.Response:

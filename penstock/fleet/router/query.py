@@ -5,6 +5,7 @@ Read once from the body; what only some policies need is worked out when they as
 
 import functools
 import hashlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,9 +66,15 @@ def read_head(body: bytes) -> RequestHead:
     try:
         return _decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise RequestError(f"the request body is not usable: {error}", param="model") from None
+        raise RequestError(f"the request body is not usable: {error}", param=_field_in(str(error))) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedBody(f"the request body is not valid JSON: {error}") from None
+
+
+def _field_in(message: str) -> str | None:
+    """Return the field that a message of the decoder is about; None where the body as a whole is wrong."""
+    found = re.search(r"at `\$\.([a-z_]+)|required field `([a-z_]+)`", message)
+    return found and (found[1] or found[2])
 
 
 class RouteQuery:

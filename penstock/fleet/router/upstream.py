@@ -16,6 +16,7 @@ from penstock.errors import EngineUnavailable, Overloaded
 from penstock.fleet.config import HealthSection
 from penstock.fleet.replica import Replica
 from penstock.protocol.frames import FRAMES_HEADER
+from penstock.protocol.identity import IDENTITY_HEADER
 from penstock.protocol.prompt_note import PROMPT_HEADER
 
 # What a broken or missing replica raises.
@@ -38,7 +39,8 @@ _NOT_SENT = frozenset(
         "expect",
     }
 )
-_NOT_RETURNED = _NOT_SENT | {"date", "server", "content-encoding", "x-request-id", FRAMES_HEADER, PROMPT_HEADER}
+_FOR_GATEWAYS = frozenset({FRAMES_HEADER, PROMPT_HEADER, IDENTITY_HEADER})
+_NOT_RETURNED = _NOT_SENT | _FOR_GATEWAYS | {"date", "server", "content-encoding", "x-request-id"}
 
 
 class _ErrorBody(msgspec.Struct):
@@ -109,8 +111,8 @@ def error_code(body: bytes) -> str:
         return ""
 
 
-def retry_after_seconds(headers: Mapping[str, str]) -> float:
-    """Return how long a refusal says to wait; a second where it says nothing."""
+def retry_after_seconds(headers: Mapping[str, str]) -> float | None:
+    """Return how long a refusal says to wait; None where it says nothing."""
     for name, unit in (("retry-after-ms", 1000.0), ("retry-after", 1.0)):
         try:
             seconds = float(headers.get(name, "")) / unit
@@ -118,17 +120,20 @@ def retry_after_seconds(headers: Mapping[str, str]) -> float:
             continue
         if math.isfinite(seconds) and seconds >= 0:
             return min(seconds, 3600.0)
-    return 1.0
+    return None
 
 
-def note_failure(replica: Replica, error: BaseException) -> None:
-    """Tell a replica's breaker of a request that failed on the way."""
-    if isinstance(error, aiohttp.ClientConnectorError):
-        replica.breaker.on_failure("it refuses connections", is_fatal=True)
+def note_failure(replica: Replica, error: BaseException) -> str:
+    """Tell a replica's breaker of a request that failed on the way; return what was told."""
+    is_refused = isinstance(error, aiohttp.ClientConnectorError)
+    if is_refused:
+        reason = "it refuses connections"
     elif isinstance(error, asyncio.TimeoutError):
-        replica.breaker.on_failure("it did not answer in time")
+        reason = "it did not answer in time"
     else:
-        replica.breaker.on_failure("it broke a connection")
+        reason = "it broke a connection"
+    replica.breaker.on_failure(reason, is_fatal=is_refused)
+    return reason
 
 
 def note_refusal(replica: Replica, status: int, code: str) -> None:

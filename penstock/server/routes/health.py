@@ -4,6 +4,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.protocol.health import Health
+from penstock.protocol.identity import IDENTITY_HEADER, Identity, encode_identity
 from penstock.server.context import ServerContext
 from penstock.server.endpoint import Access, Endpoint
 from penstock.server.json_response import json_response
@@ -15,7 +16,9 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
 
     async def ready(request: Request) -> Response:
         context.readiness.check()
-        return json_response(Health("ready"))
+        tenancy = context.tenancy
+        identity = Identity(role="server", store=tenancy.store_identity, has_keys=not tenancy.ring.is_open)
+        return json_response(Health("ready"), {IDENTITY_HEADER: encode_identity(identity)})
 
     return [
         Endpoint(

@@ -12,6 +12,7 @@ from sqlalchemy import func, select
 from penstock.fleet.config import ReplicaEntry
 from penstock.metering.counts import StoreCounts
 from penstock.metering.tenancy import Tenancy
+from penstock.protocol.frames import FRAMES_HEADER, ChoiceTokens, frame, last_frame
 from penstock.store.database import Database
 from penstock.store.keys import KeyStore
 from penstock.store.ledger import UsageLedger
@@ -58,6 +59,11 @@ def booked(tenancy, tenant="open"):
 def num_leases(tenancy):
     with tenancy.database.reading() as connection:
         return connection.execute(select(func.count()).select_from(leases)).scalar_one()
+
+
+def sharing(tenancy, keys="on"):
+    """What a replica on the gateway's store says of itself."""
+    return f"server; store={tenancy.store_identity}; keys={keys}"
 
 
 def answering(document, status=200):
@@ -141,16 +147,17 @@ async def test_a_caller_who_leaves_pays_for_what_was_made(tenancy):
 
 
 async def test_a_penstock_replica_counts_itself_and_nothing_is_counted_twice(tenancy):
-    replica = FakeReplica(answer=answering({"choices": [], "usage": USAGE}))
+    replica = FakeReplica(answer=answering({"choices": [], "usage": USAGE}), identity=sharing(tenancy))
     headers = give_key(tenancy, requests_per_minute=1)
     async with replica.running(), running_gateway(replica, tenancy=tenancy) as running:
         running.client.headers.update(headers)
         assert [(await running.ask()).status for _ in range(3)] == [200] * 3
     assert booked(tenancy, "alice") is None
+    assert replica.headers[0]["authorization"] == headers["authorization"]
 
 
 async def test_a_request_that_a_foreign_server_failed_and_ours_answered_is_not_booked_here(tenancy):
-    bad, good = FakeReplica(answer=answering({}, status=500)), FakeReplica()
+    bad, good = FakeReplica(answer=answering({}, status=500)), FakeReplica(identity=sharing(tenancy))
     headers = give_key(tenancy, requests_per_minute=1)
     async with bad.running(), good.running():
         config = msgspec.structs.replace(QUICK, replicas=(ReplicaEntry(url=bad.url, kind="vllm"),))
@@ -197,3 +204,86 @@ async def test_a_stream_that_breaks_is_paid_as_far_as_it_went(tenancy):
         await running.ask(stream=True, prompt=[1, 2, 3])
         await until(lambda: booked(tenancy) is not None)
     assert booked(tenancy) == (1, 3, 0, 2, 0, 1)
+
+
+@pytest.mark.parametrize("identity", ["", "server; store=none; keys=on", "server; store=abc; keys=on", "keys off"])
+async def test_a_limit_is_kept_before_a_penstock_replica_that_does_not_share_the_store(tenancy, identity, caplog):
+    identity = sharing(tenancy, keys="off") if identity == "keys off" else identity
+    replica = FakeReplica(answer=answering({"choices": [], "usage": USAGE}), identity=identity)
+    headers = give_key(tenancy, tokens_per_day=30)
+    async with replica.running(), running_gateway(replica, tenancy=tenancy) as running:
+        running.client.headers.update(headers)
+        answers = [await running.ask(prompt=[1] * 7, max_tokens=5) for _ in range(3)]
+        assert [answer.status for answer in answers] == [200, 200, 429]
+    assert booked(tenancy, "alice")[:4] == (2, 14, 0, 10)
+    assert replica.headers[0]["authorization"] == headers["authorization"]  # by which it tells tenants apart, if it can
+    (line,) = [record for record in caplog.records if "cannot keep this gateway's limits" in record.getMessage()]
+    assert (line.levelname, line.penstock_fields["replica"]) == ("WARNING", replica.name)
+    assert "--store" in line.getMessage()
+
+
+def word_frames(*words, breaks_at=None):
+    """Answer as a Penstock server: a word a token, and at the end what it cost where that was asked for."""
+
+    async def answer(replica, request, body):
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", FRAMES_HEADER: "none"})
+        await response.prepare(request)
+        begun = len(body.get("continue_from", {}).get("token_ids", [[]])[0])
+        for place, word in list(enumerate(words))[begun:]:
+            if place == breaks_at:
+                request.transport.close()
+                return response
+            document = {"id": "cmpl-1", "created": 5, "choices": [{"index": 0, "text": word}]}
+            await response.write(frame(b"data: %b\n\n" % json.dumps(document).encode(), ChoiceTokens(0, [place])))
+            await asyncio.sleep(0.01)
+        cost = {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": len(words)}}
+        told = b"data: %b\n\n" % json.dumps(cost).encode() if body["stream_options"]["include_usage"] else b""
+        await response.write(last_frame(told + b"data: [DONE]\n\n"))
+        return response
+
+    return answer
+
+
+@pytest.mark.parametrize("breaks_at", [None, 2])
+async def test_a_framed_stream_that_the_gateway_counts_is_booked_once_and_whole_also_when_it_moves(tenancy, breaks_at):
+    headers = give_key(tenancy, concurrent_requests=1)
+    first = FakeReplica(answer=word_frames("a", "b", "c", breaks_at=breaks_at))
+    second = FakeReplica(answer=word_frames("a", "b", "c"))
+    async with first.running(), running_gateway(first, tenancy=tenancy) as running, second.running():
+        running.client.headers.update(headers)
+        asked = asyncio.create_task(running.ask(stream=True))
+        await until(lambda: first.received)
+        running.gateway.registration.register(ReplicaEntry(url=second.url))
+        seen = events(await (await asked).read())
+        assert num_leases(tenancy) == 0
+    assert [event["choices"][0]["text"] for event in seen[:-1]] == ["a", "b", "c"]
+    assert len(second.received) == (0 if breaks_at is None else 1)
+    assert booked(tenancy, "alice") == (1, 2, 0, 3, 0, 0)
+
+
+async def test_an_answer_that_a_replica_counts_goes_on_only_where_it_is_counted_alike(tenancy):
+    headers = give_key(tenancy, requests_per_minute=10)
+    ours = FakeReplica(answer=word_frames("a", "b", breaks_at=1), identity=sharing(tenancy))
+    other = FakeReplica(answer=word_frames("a", "b"), identity="server; store=none; keys=off")
+    async with ours.running(), running_gateway(ours, tenancy=tenancy) as running, other.running():
+        running.client.headers.update(headers)
+        asked = asyncio.create_task(running.ask(stream=True, stream_options={"include_usage": True}))
+        await until(lambda: ours.received)
+        running.gateway.registration.register(ReplicaEntry(url=other.url))
+        seen = events(await (await asked).read())
+    assert seen[-1]["error"]["code"] == "engine_failed"
+    assert not other.received
+
+
+async def test_files_are_kept_only_by_replicas_on_the_gateways_store(tenancy):
+    async def keep(replica, request):
+        return web.json_response({"kept": True})
+
+    headers = give_key(tenancy)
+    replica = FakeReplica(files=keep, identity="server; store=none; keys=off")
+    async with replica.running(), running_gateway(replica, tenancy=tenancy) as running:
+        answer = await running.client.get(f"{running.url}/v1/files", headers=headers)
+        assert (answer.status, (await answer.json())["error"]["code"]) == (404, "route_not_found")
+        replica.identity = sharing(tenancy)
+        await until(lambda: not running.gateway.pool.find(replica.url).is_counted_here)
+        assert (await running.client.get(f"{running.url}/v1/files", headers=headers)).status == 200

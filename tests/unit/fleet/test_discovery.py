@@ -168,3 +168,19 @@ def test_the_fleets_key_is_for_our_own_servers_that_have_none(kind, own, expecte
     pool = ReplicaPool(HealthSection(), default_key_file="fleet")
     replica = pool.add("test", ReplicaEntry(url="http://replica:80", kind=kind, key_file=own))
     assert replica.key_file == expected
+
+
+@pytest.mark.parametrize(
+    ("num_up", "num_down", "is_needed"), [(0, 1, True), (1, 1, False), (1, 2, True), (2, 1, False)]
+)
+def test_a_replica_is_needed_while_fewer_than_half_of_its_model_are_up(pool, num_up, num_down, is_needed):
+    replicas = [pool.add("test", entry(number)) for number in range(num_up + num_down)]
+    for replica in replicas:
+        replica.models = (ServedModel("tiny"),)
+        replica.breaker.on_probe(True)
+    elsewhere = pool.add("test", entry(9))
+    elsewhere.models = (ServedModel("other"),)
+    elsewhere.breaker.on_probe(True)
+    for replica in replicas[num_up:]:
+        replica.breaker.on_failure("gone", is_fatal=True)
+    assert pool.is_needed(replicas[-1]) is is_needed

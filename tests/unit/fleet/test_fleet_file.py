@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.fleet.config import AutoscalerSection, DiscoverySection, FleetConfig, HealthSection, QueueSection
-from penstock.fleet.fleet_file import read_fleet
+from penstock.fleet.fleet_file import check_key_files, check_not_itself, read_fleet
 from penstock.fleet.rollout.plan import DEFAULT_VERSION, RolloutSection
 from tests.architecture.markdown import blocks
 
@@ -50,11 +50,21 @@ def test_a_file_and_the_command_line_add_up(tmp_path):
     [
         ("polcy = 'x'", "polcy"),
         ("policy = 'fastest'", "round-robin"),
+        ("policy = 'fastest'", "--fleet policy: 'fastest'"),
+        ("models.x.policy = 'fastest'", "--fleet models.x.policy: 'fastest' .* round-robin"),
         ("replicas = [{url = 'localhost:8000'}]", "http://127.0.0.1:8000"),
         ("replicas = [{url = 'http://a:x'}]", "http://127.0.0.1:8000"),
-        ("replicas = [{url = 'http://a', kind = 'other'}]", "llama.cpp"),
-        ("replicas = [{url = 'http://a', max_in_flight = 0}]", "max_in_flight"),
-        ("discovery.dns = [{name = 'x', port = 1, kind = 'y'}]", "kind"),
+        (
+            "replicas = [{url = 'http://b'}, {url = 'http://a:8/v1'}]",
+            r"replicas\[1\].url: .* gateway adds: http://a:8$",
+        ),
+        ("replicas = [{url = 'http://a/v1/'}]", "leave out the path"),
+        ("replicas = [{url = 'http://a/llm/v1/chat/completions'}]", "leave out the path"),
+        ("replicas = [{url = 'http://a/metrics'}]", "leave out the path"),
+        ("replicas = [{url = 'http://a', kind = 'other'}]", r"replicas\[0\].kind: 'other' .* llama.cpp"),
+        ("replicas = [{url = 'http://a', max_in_flight = 0}]", r"replicas\[0\].max_in_flight: 0"),
+        ("replicas = [{url = 'http://a', version = 'a b'}]", r"replicas\[0\].version: 'a b'"),
+        ("discovery.dns = [{name = 'x', port = 1, kind = 'y'}]", r"discovery.dns\[0\].kind: 'y'"),
         ("autoscaler.m.backend = {kind = 'magic'}", "local, kubernetes"),
         ("autoscaler.m.backend = {kind = 'local'}", "serve"),
         ("autoscaler.m.backend = {kind = 'external', serve = []}", "serve"),
@@ -107,3 +117,59 @@ def test_numbers_that_no_clock_or_queue_could_use_are_refused(tmp_path, text):
     file.write_text(text)
     with pytest.raises(ConfigError):
         read_fleet(file)
+
+
+def test_a_replica_may_be_behind_a_path_of_its_own():
+    assert read_fleet(None, ["http://proxy/llama-8b/"]).replicas[0].url == "http://proxy/llama-8b/"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [((["http://a:8000/v1"],), "--replica: .* leave out the path"), (([], "fastest"), "--policy: 'fastest'")],
+)
+def test_a_mistake_on_the_command_line_is_named_as_one(arguments, says):
+    with pytest.raises(ConfigError, match=says):
+        read_fleet(None, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("key_file = 'FILE'", "--fleet key_file: .* all replicas without one"),
+        ("replicas = [{url = 'http://a', key_file = 'FILE'}]", r"replicas\[0\].key_file: .* the key for http://a"),
+        ("discovery.dns = [{name = 'x', port = 1, key_file = 'FILE'}]", r"discovery.dns\[0\].key_file"),
+        ("autoscaler.m.backend = {kind = 'local', serve = [], key_file = 'FILE'}", "autoscaler.m.backend.key_file"),
+        ("discovery.ray = [{key_file = 'FILE'}]", r"the replicas of discovery.ray\[0\]"),
+    ],
+)
+def test_a_key_file_that_is_missing_or_empty_is_named_with_its_replica(tmp_path, text, says):
+    key_file = tmp_path / "replica.key"
+    file = tmp_path / "fleet.toml"
+    file.write_text(text.replace("FILE", str(key_file)))
+    fleet = read_fleet(file)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=says) as caught:
+            check_key_files(fleet)
+        assert str(key_file) in str(caught.value)
+        key_file.write_text("\n")
+    key_file.write_text("psk-1\n")
+    check_key_files(fleet)
+
+
+@pytest.mark.parametrize(
+    ("host", "urls", "is_itself"),
+    [
+        ("127.0.0.1", ["http://b:1", "http://localhost:8080"], True),
+        ("127.0.0.1", ["http://127.0.0.1:8000"], False),
+        ("0.0.0.0", ["http://[::1]:8080"], True),
+        ("10.0.0.1", ["http://10.0.0.1:8080/"], True),
+        ("10.0.0.1", ["http://10.0.0.2:8080"], False),
+    ],
+)
+def test_a_gateway_that_is_its_own_replica_is_refused(host, urls, is_itself):
+    fleet = read_fleet(None, urls)
+    if not is_itself:
+        check_not_itself(fleet, host, 8080)
+        return
+    with pytest.raises(ConfigError, match="the gateway's own address"):
+        check_not_itself(fleet, host, 8080)

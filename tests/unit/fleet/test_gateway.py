@@ -20,6 +20,7 @@ from penstock.fleet.replica import ReplicaPool
 from penstock.fleet.router.dispatch import Dispatcher, Wish
 from penstock.fleet.router.urgency import Urgency
 from penstock.protocol.frames import FRAMES_HEADER, ChoiceTokens, failure_frame, frame, last_frame
+from penstock.protocol.prompt_note import PROMPT_HEADER
 from penstock.store.key_ring import KeyRing
 from penstock.tenants import ApiKey, KeyTerms
 from tests.fakes.fake_replica import FakeReplica
@@ -47,11 +48,12 @@ def chunk(text, number=0):
     return b"data: %b\n\n" % json.dumps(document).encode()
 
 
-def framed(*words, fails_after=None, with_error=False):
+def framed(*words, fails_after=None, with_error=False, note=""):
     """Answer with a framed stream, a word a token numbered by its place; go on where another stopped."""
 
     async def answer(replica, request, body):
-        response = web.StreamResponse(headers={"content-type": "text/event-stream", FRAMES_HEADER: "lease-1"})
+        headers = {"content-type": "text/event-stream", FRAMES_HEADER: "lease-1", PROMPT_HEADER: note}
+        response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         begun = len(body.get("continue_from", {}).get("token_ids", [[]])[0])
         for place, word in list(enumerate(words))[begun:]:
@@ -181,6 +183,46 @@ async def test_requests_wait_for_a_place_and_those_too_many_are_refused():
         assert [(await task).status for task in asked] == [200] * 3
 
 
+async def test_before_anything_was_observed_the_oldest_request_is_expected_to_take_as_long_again():
+    dispatcher, clock = one_place()
+    held = await dispatcher.acquire(Wish(make_query()))
+    clock.now += 7.0
+    with pytest.raises(Overloaded) as caught:
+        await dispatcher.acquire(Wish(make_query(), Urgency(deadline=clock.now)))
+    assert caught.value.retry_after_seconds == pytest.approx(7.0)
+    held.is_answered = True
+    held.release()
+    held = await dispatcher.acquire(Wish(make_query()))
+    clock.now += 0.1
+    # Now it is known how long a request takes.
+    with pytest.raises(Overloaded) as caught:
+        await dispatcher.acquire(Wish(make_query(), Urgency(deadline=clock.now)))
+    assert caught.value.retry_after_seconds == pytest.approx(7.0)
+    held.release()
+
+
+async def test_a_request_that_nobody_answered_says_nothing_of_how_long_they_take():
+    dispatcher, clock = one_place()
+    (await dispatcher.acquire(Wish(make_query()))).release()  # refused at once
+    held = await dispatcher.acquire(Wish(make_query()))
+    clock.now += 4.0
+    with pytest.raises(Overloaded) as caught:
+        await dispatcher.acquire(Wish(make_query(), Urgency(deadline=clock.now)))
+    assert caught.value.retry_after_seconds == pytest.approx(4.0)
+    held.release()
+
+
+async def test_a_foreign_refusal_without_a_time_gets_that_of_the_next_probe():
+    health = msgspec.structs.replace(QUICK.health, probe_seconds=3.0)
+    config = msgspec.structs.replace(QUICK, health=health)
+    async with (
+        FakeReplica(answer=refuse(429)).running() as one,
+        running_gateway(one, kind="vllm", config=config) as running,
+    ):
+        answer = await running.ask()
+        assert (answer.status, answer.headers["retry-after"]) == (429, "3")
+
+
 @pytest.fixture
 async def full():
     """A gateway whose only replica has all it may have; set the event and it answers."""
@@ -253,13 +295,7 @@ async def test_requests_of_a_higher_priority_go_first_and_the_nearest_deadline_a
 
 
 async def test_who_could_only_be_served_too_late_is_refused_at_once_with_the_time_to_come_back():
-    clock = FakeClock()
-    pool = ReplicaPool(QUICK.health, clock)
-    queue = msgspec.structs.replace(QUICK.queue, max_waiting_per_tenant=10, max_wait_seconds=60.0)
-    dispatcher = Dispatcher(FleetConfig(queue=queue), pool)
-    replica = pool.add("test", ReplicaEntry(url="http://replica:80", max_in_flight=1))
-    replica.models = (ServedModel("tiny"),)
-    replica.breaker.on_probe(True)
+    dispatcher, clock = one_place()
     wish = Wish(make_query())
     held = await dispatcher.acquire(wish)
     waiters = [asyncio.create_task(dispatcher.acquire(wish)) for _ in range(4)]
@@ -335,6 +371,19 @@ async def test_a_broken_framed_stream_goes_on_elsewhere(fails_after, with_error)
         assert bool(begun) == bool(fails_after)
 
 
+async def test_a_decision_on_a_moved_stream_tells_what_the_last_replica_says_of_the_callers_prompt():
+    async with (
+        FakeReplica(answer=framed("a", "b", fails_after=1, note="40 32 16 ")).running() as bad,
+        FakeReplica(answer=framed("a", "b", note="40 16 16 ")).running() as good,
+        running_gateway(bad, good) as running,
+    ):
+        while not bad.received:
+            await running.ask(stream=True)
+        (decision,) = running.gateway.context.decisions.newest(1)
+    assert (decision.replica, decision.resumptions) == (good.name, 1)
+    assert (decision.prompt_tokens, decision.cached_tokens) == (40, 16)
+
+
 async def test_a_stream_that_breaks_every_replica_is_given_up():
     replicas = [FakeReplica(answer=framed("one ", "two", fails_after=1)) for _ in range(5)]
     async with all_running(replicas), running_gateway(*replicas) as running:
@@ -367,6 +416,18 @@ async def test_a_dead_replica_is_ejected_and_returns():
             await until(lambda: pool.find(replica.url).is_up)
             replica.received.clear()
             await until_asked(running, replica)
+
+
+async def test_an_idle_replica_that_came_back_is_ready_after_a_few_probes():
+    replica = FakeReplica()
+    async with replica.running():
+        pass  # only to have a port, which is closed now
+    async with FakeReplica().running() as other, running_gateway(replica, other) as running:
+        breaker = running.gateway.pool.find(replica.url).breaker
+        assert breaker.standing.value == "ejected"
+        async with replica.running():
+            await until(lambda: breaker.standing.value == "ready")
+        assert not replica.received
 
 
 async def test_a_replica_that_hangs_delays_nobody_elses_return():
@@ -449,21 +510,25 @@ async def test_without_keys_the_public_port_has_no_admin_routes():
 
 
 @pytest.mark.parametrize(
-    ("body", "kind", "status"),
+    ("body", "kind", "status", "field"),
     [
-        (b"{", "application/json", 400),
-        (b"{}", "application/json", 400),
-        (b'{"model": 5}', "application/json", 400),
-        (b'{"model": "tiny"}', "text/plain", 415),
-        (b'{"model": "tiny", "prompt": "%b"}' % (b"x" * 5000), "application/json", 413),
+        (b"{", "application/json", 400, None),
+        (b"[]", "application/json", 400, None),
+        (b"{}", "application/json", 400, "model"),
+        (b'{"model": 5}', "application/json", 400, "model"),
+        (b'{"model": "tiny", "n": "two"}', "application/json", 400, "n"),
+        (b'{"model": "tiny"}', "text/plain", 415, None),
+        (b'{"model": "tiny", "prompt": "%b"}' % (b"x" * 5000), "application/json", 413, None),
     ],
 )
-async def test_bodies_that_nobody_could_route_are_refused(body, kind, status):
+async def test_bodies_that_nobody_could_route_are_refused(body, kind, status, field):
     async with FakeReplica().running() as one, running_gateway(one) as running:
         url = f"{running.url}/v1/completions"
         response = await running.client.post(url, data=body, headers={"content-type": kind})
         assert response.status == status
-        assert (await response.json())["error"]["code"]
+        error = (await response.json())["error"]
+        assert error["code"]
+        assert error["param"] == field
         assert not one.received
 
 
@@ -493,6 +558,17 @@ async def test_loads_are_read_from_the_replicas_metrics():
     metrics = "penstock_total_running_requests 3\npenstock_total_queued_requests 2\n"
     async with FakeReplica(metrics=metrics).running() as one, running_gateway(one) as running:
         assert running.gateway.pool.find(one.url).busyness == 5
+
+
+def one_place():
+    """A dispatcher over one replica that takes one request at a time, and its clock."""
+    clock = FakeClock()
+    pool = ReplicaPool(QUICK.health, clock)
+    queue = msgspec.structs.replace(QUICK.queue, max_waiting_per_tenant=10, max_wait_seconds=60.0)
+    replica = pool.add("test", ReplicaEntry(url="http://replica:80", max_in_flight=1))
+    replica.models = (ServedModel("tiny"),)
+    replica.breaker.on_probe(True)
+    return Dispatcher(FleetConfig(queue=queue), pool), clock
 
 
 def waiting(running):

@@ -5,6 +5,8 @@ import time
 import pytest
 
 from penstock.engine.messages import EngineStats
+from penstock.protocol.identity import IDENTITY_HEADER, Identity, decode_identity
+from tests.unit.server.conftest import running_service
 
 
 async def not_ready(service):
@@ -21,6 +23,15 @@ async def test_a_running_process_is_live_whatever_the_engine_does(service):
 
 async def test_a_connected_engine_that_speaks_is_ready(service):
     assert (await service.client.get("/ready")).json() == {"status": "ready"}
+
+
+async def test_a_ready_server_tells_gateways_which_store_it_counts_in(service, tmp_path):
+    told = (await service.client.get("/ready")).headers[IDENTITY_HEADER]
+    assert decode_identity(told) == Identity("server", store=None, has_keys=False)
+    async with running_service(store=str(tmp_path / "s.db"), needs_keys=True) as other:
+        told = (await other.client.get("/ready")).headers[IDENTITY_HEADER]
+        store = other.context.tenancy.store_identity
+        assert decode_identity(told) == Identity("server", store=store, has_keys=True)
 
 
 async def test_a_starting_engine_is_not_ready(service):

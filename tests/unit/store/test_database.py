@@ -12,7 +12,7 @@ from penstock.store.database import Database, exists
 from penstock.store.files import FileStore
 from penstock.store.keys import KeyStore
 from penstock.store.location import default_location, shown
-from penstock.store.schema import SCHEMA_VERSION, batch_rows, batches, file_chunks, files, state
+from penstock.store.schema import SCHEMA_VERSION, batch_rows, batches, file_chunks, files, identity, state
 from penstock.tenants import KeyTerms
 
 
@@ -54,12 +54,22 @@ def test_an_older_store_gets_the_tables_that_it_lacks(any_location):
         KeyStore(database).create("alice", KeyTerms())
         with database.writing() as connection:
             connection.execute(update(state).values(schema_version=1))
-            for table in (batch_rows, batches, file_chunks, files):
+            for table in (batch_rows, batches, file_chunks, files, identity):
                 table.drop(connection)
     with contextlib.closing(Database.open(any_location)) as database:
         assert version(database) == SCHEMA_VERSION
         assert [key.name for key in KeyStore(database).list()] == ["alice"]
+        assert database.identity
         assert FileStore(database).list("alice", after=None, limit=1) == []
+
+
+def test_a_store_has_an_identity_that_everybody_on_it_sees_and_no_other_has(any_location, tmp_path):
+    identities = []
+    for location in (any_location, any_location, str(tmp_path / "other.db")):
+        with contextlib.closing(Database.open(location)) as database:
+            identities.append(database.identity)
+    assert len(identities[0]) == 32
+    assert identities[0] == identities[1] != identities[2]
 
 
 def test_a_store_of_another_version_is_refused(any_location):

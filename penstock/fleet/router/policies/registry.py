@@ -1,9 +1,13 @@
-"""The policies that can be named."""
+"""The policies that can be named. Imports none of them, so that `--help` may name them."""
 
-from penstock.fleet.router.policies.interface import Policy
+from typing import TYPE_CHECKING
+
 from penstock.registry import Registry
 
-POLICIES: Registry[type[Policy]] = Registry(
+if TYPE_CHECKING:
+    from penstock.fleet.router.policies.interface import Policy
+
+POLICIES: "Registry[type[Policy]]" = Registry(
     "routing policy",
     {
         "round-robin": "penstock.fleet.router.policies.round_robin:RoundRobin",
