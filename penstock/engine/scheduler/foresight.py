@@ -1,5 +1,5 @@
 """The parts that let a scheduler look ahead, made to fit each other: cost model, step times, pace,
-admission, launch moment.
+chunks of prompts, admission, launch moment.
 
 A scheduler without foresight (a batch of which only the end counts) runs steps as large as they may be and promises
 nothing.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from penstock.engine.scheduler.admission import Admission
 from penstock.engine.scheduler.cost_model import CostModel, StepCosts
 from penstock.engine.scheduler.launch_moment import LaunchMoment
+from penstock.engine.scheduler.prompt_chunks import PromptChunks
 from penstock.engine.scheduler.serving_pace import ServingPace
 from penstock.engine.scheduler.step_times import StepTimes
 
@@ -20,6 +21,7 @@ class Foresight:
     model: CostModel
     times: StepTimes
     pace: ServingPace
+    chunks: PromptChunks
     admission: Admission
     launch: LaunchMoment
 
@@ -29,4 +31,6 @@ class Foresight:
         model = CostModel(known)
         times = StepTimes(model, clock)
         pace = ServingPace(times, max_step_tokens, clock)
-        return cls(model, times, pace, Admission(times, pace), LaunchMoment(times, clock))
+        return cls(
+            model, times, pace, PromptChunks(pace, model, clock), Admission(times, pace), LaunchMoment(times, clock)
+        )

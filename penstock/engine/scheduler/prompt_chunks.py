@@ -1,0 +1,77 @@
+"""How many tokens of each prompt the next step runs, best first, and when a tenant's prompt has a step to itself.
+
+A prompt of a tenant that holds fewer rows than others runs without their prompts, so that its first token waits for no
+more than its own time. That step is short, and short steps waste what every step takes: the others lose no more of the
+device's time by it than a small part, and behind that their prompts fill the step again. Knows nothing of blocks.
+"""
+
+from collections.abc import Callable, Sequence
+
+from penstock.engine.scheduler.cost_model import CostModel, StepCosts, StepShape, with_prompt
+from penstock.engine.scheduler.pace import Ready
+from penstock.engine.scheduler.request_state import RequestState
+from penstock.engine.scheduler.serving_pace import LEAST_PROMPT_TOKENS, ServingPace
+
+# A prompt of which so small a part of the chunk would be left over runs to its end: its first token is a step sooner.
+_REST_PART = 1 / 32
+# Others' prompts may lengthen a step that is left to one tenant by this part: up to a knee tokens cost almost nothing.
+_GUEST_PART = 0.05
+# Of the device's time, what may be lost by leaving steps to one tenant; and so much of it at once.
+_COURTESY_PART = 0.03
+_MOST_COURTESY_SECONDS = 0.1
+
+
+class PromptChunks:
+    """Divides a step's time among prompts. Keeps account of what leaving steps to one tenant has cost."""
+
+    def __init__(self, pace: ServingPace, model: CostModel, clock: Callable[[], float]) -> None:
+        self._pace = pace
+        self._model = model
+        self._clock = clock
+        self._courtesy_seconds = _MOST_COURTESY_SECONDS
+        self._counted_at = clock()
+
+    def sizes(self, prompts: Sequence[Ready], shape: StepShape, seconds: float, room: int) -> dict[int, int]:
+        """Return how many tokens of each prompt, by the request's number, fit beside `shape` into a step so long."""
+        sizes: dict[int, int] = {}
+        costs = self._model.costs
+        patient_seconds = min(seconds, self._pace.patient_seconds(shape))
+        guest_seconds: float | None = None
+        for request, remaining in prompts:
+            most = min(remaining, max(0, room))
+            longest = patient_seconds if self._pace.can_wait(request, remaining) else seconds
+            if _gives_way(request, prompts[0][0]):
+                if guest_seconds is None:
+                    guest_seconds = self._guest_seconds(costs, shape, seconds)
+                longest = min(longest, guest_seconds)
+            fitting = costs.prompt_tokens_within(longest, shape, request.computed, most)
+            if not sizes:
+                fitting = max(fitting, min(most, LEAST_PROMPT_TOKENS))
+            if most - fitting <= fitting * _REST_PART:
+                fitting = most
+            sizes[request.number] = fitting
+            room -= fitting
+            shape = with_prompt(shape, fitting, request.computed)
+        return sizes
+
+    def _guest_seconds(self, costs: StepCosts, shape: StepShape, seconds: float) -> float:
+        """How long the prompts of others may make a step that has this shape without them."""
+        alone = costs.seconds(shape)
+        longest = alone * (1.0 + _GUEST_PART)
+        if longest >= seconds:
+            return seconds
+        now = self._clock()
+        earned = (now - self._counted_at) * _COURTESY_PART
+        self._courtesy_seconds = min(_MOST_COURTESY_SECONDS, self._courtesy_seconds + earned)
+        self._counted_at = now
+        lost = alone - shape.prompt_tokens * costs.token_seconds
+        if lost > self._courtesy_seconds:
+            return seconds
+        self._courtesy_seconds -= max(0.0, lost)
+        return longest
+
+
+def _gives_way(request: RequestState, first: RequestState) -> bool:
+    """Whether a prompt is of a tenant that holds more than the first one's, and no time was promised to it."""
+    is_promised = request.targets.ttft_seconds is not None or request.deadline is not None
+    return not is_promised and request.account.share > first.account.share
