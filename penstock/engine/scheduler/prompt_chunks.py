@@ -1,8 +1,8 @@
 """How many tokens of each prompt the next step runs, best first, and when a tenant's prompt has a step to itself.
 
 A prompt of a tenant that holds fewer rows than others runs without their prompts, so that its first token waits for no
-more than its own time. That step is short, and short steps waste what every step takes: the others lose no more of the
-device's time by it than a small part, and behind that their prompts fill the step again. Knows nothing of blocks.
+more than its own time. It is one step more for the others, and costs them what every step takes; they lose no more than a
+small part of the device's time by it, and where that is used up their prompts fill the step. Knows nothing of blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,10 +64,10 @@ class PromptChunks:
         earned = (now - self._counted_at) * _COURTESY_PART
         self._courtesy_seconds = min(_MOST_COURTESY_SECONDS, self._courtesy_seconds + earned)
         self._counted_at = now
-        lost = alone - shape.prompt_tokens * costs.token_seconds
+        lost = costs.seconds(with_prompt(StepShape(), 1, 0))
         if lost > self._courtesy_seconds:
             return seconds
-        self._courtesy_seconds -= max(0.0, lost)
+        self._courtesy_seconds -= lost
         return longest
 
 
