@@ -1,8 +1,8 @@
 """How many tokens of each prompt the next step runs, best first, and when a tenant's prompt has a step to itself.
 
 A prompt of a tenant that holds fewer rows than others runs without their prompts, so that its first token waits for no
-more than its own time. It is one step more for the others, and costs them what every step takes; they lose no more than a
-small part of the device's time by it, and where that is used up their prompts fill the step. Knows nothing of blocks.
+more than its own time. It is one step more for the others, and costs them what every step takes. They lose no more than
+a small part of the device's time by it; where that is used up, their prompts fill the step. Knows nothing of blocks.
 """
 
 from collections.abc import Callable, Sequence
