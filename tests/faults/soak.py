@@ -14,8 +14,8 @@ from tests.server_process import ServerProcess, until
 
 # A small cache, all of which has been used once before the measuring begins: untouched memory is not resident.
 SOAK_FLAGS = ("--load-format", "dummy", "--kv-memory", "4MiB", "--log-format", "json")
-# torch keeps 256 compiled products (`engine/process.py`), one for each shape of a matrix and number of tokens. Prompts of
-# every length up to here come first and fill that: a layer has four shapes.
+# torch keeps 256 compiled products (`engine/process.py`), one for each shape of a matrix and number of tokens. Prompts
+# of every length up to here come first and fill that: a layer has four shapes.
 _LONGEST_FIRST_PROMPT = 128
 
 _PAGE_KB = os.sysconf("SC_PAGE_SIZE") / 1024
