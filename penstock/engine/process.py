@@ -54,8 +54,8 @@ Build = Callable[..., BuiltEngine]
 
 # Having nothing to do is told sooner than the rest: whoever sends work, drains or scales down waits for it.
 _IDLE_STATS_SECONDS = 0.05
-# On a CPU torch keeps compiled products, one for each shape of a matrix and number of tokens: 1,024 where it is not told
-# otherwise, tens of megabytes that prompts of all lengths fill over hours. So many are enough for batches that decode;
+# On a CPU torch keeps compiled products, one for each shape of a matrix and number of tokens: 1,024 where it is told
+# nothing, tens of megabytes that prompts of all lengths fill over hours. So many are enough for batches that decode;
 # those of prompts are made anew, which takes no time beside the product.
 _PRODUCT_CACHE_VARIABLE, _PRODUCT_CACHE_SIZE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256"
 # A moment is idle once nobody has come for so long: a caller who asks one thing after another must not wait for chores.

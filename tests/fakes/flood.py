@@ -51,6 +51,10 @@ class WatchedRunner(Runner):
         self._timing = timing
         self.steps: list[WatchedStep] = []
 
+    @property
+    def step_sizes(self) -> Sequence[int]:
+        return self._runner.step_sizes
+
     def launch(self, plan: StepPlan) -> LaunchedStep:
         launched = self._timing.now()
         step = WatchedStep(plan, launched, self._runner.launch(plan))

@@ -5,7 +5,7 @@ A scheduler without foresight (a batch of which only the end counts) runs steps 
 nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.engine.scheduler.admission import Admission
@@ -26,11 +26,26 @@ class Foresight:
     launch: LaunchMoment
 
     @classmethod
-    def make(cls, *, max_step_tokens: int, clock: Callable[[], float], known: StepCosts | None = None) -> "Foresight":
-        """Return parts that learn from the steps that run, from `known` costs on where there are any."""
+    def make(
+        cls,
+        *,
+        max_step_tokens: int,
+        clock: Callable[[], float],
+        known: StepCosts | None = None,
+        step_sizes: Sequence[int] = (),
+    ) -> "Foresight":
+        """Return parts that learn from the steps that run, from `known` costs on where there are any.
+
+        `step_sizes`: the runner's, see there.
+        """
         model = CostModel(known)
         times = StepTimes(model, clock)
         pace = ServingPace(times, max_step_tokens, clock)
         return cls(
-            model, times, pace, PromptChunks(pace, model, clock), Admission(times, pace), LaunchMoment(times, clock)
+            model,
+            times,
+            pace,
+            PromptChunks(pace, model, clock, step_sizes),
+            Admission(times, pace),
+            LaunchMoment(times, clock),
         )

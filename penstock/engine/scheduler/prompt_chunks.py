@@ -5,6 +5,7 @@ more than its own time. It is one step more for the others, and costs them what 
 a small part of the device's time by it; where that is used up, their prompts fill the step. Knows nothing of blocks.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from penstock.engine.scheduler.cost_model import CostModel, StepCosts, StepShape, with_prompt
@@ -24,8 +25,11 @@ _MOST_COURTESY_SECONDS = 0.1
 class PromptChunks:
     """Divides a step's time among prompts. Keeps account of what leaving steps to one tenant has cost."""
 
-    def __init__(self, pace: ServingPace, model: CostModel, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, pace: ServingPace, model: CostModel, clock: Callable[[], float], step_sizes: Sequence[int] = ()
+    ) -> None:
         self._pace = pace
+        self._step_sizes = step_sizes
         self._model = model
         self._clock = clock
         self._courtesy_seconds = _MOST_COURTESY_SECONDS
@@ -52,7 +56,25 @@ class PromptChunks:
             sizes[request.number] = fitting
             room -= fitting
             shape = with_prompt(shape, fitting, request.computed)
+        self._fit_step_size(sizes, prompts, shape.num_tokens)
         return sizes
+
+    def _fit_step_size(self, sizes: dict[int, int], prompts: Sequence[Ready], num_tokens: int) -> None:
+        """Where a prompt is cut: end it if the runner would fill the step up anyway, else leave it the size below."""
+        above = bisect_right(self._step_sizes, num_tokens)
+        if above == 0 or above == len(self._step_sizes):
+            return
+        surplus, spare = num_tokens - self._step_sizes[above - 1], self._step_sizes[above] - num_tokens
+        for request, remaining in reversed(prompts):
+            size = sizes[request.number]
+            if not 0 < size < remaining:
+                continue
+            if surplus and remaining - size <= spare:
+                sizes[request.number] = remaining
+                return
+            if size >= LEAST_PROMPT_TOKENS + surplus:
+                sizes[request.number] = size - surplus
+                return
 
     def _guest_seconds(self, costs: StepCosts, shape: StepShape, seconds: float) -> float:
         """How long the prompts of others may make a step that has this shape without them."""

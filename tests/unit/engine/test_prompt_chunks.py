@@ -61,3 +61,30 @@ def test_steps_of_ones_own_take_no_more_than_a_small_part_of_the_time(clock, siz
     lost = own * H200_LLAMA_8B.seconds(StepShape(prompt_tokens=1))
     assert 0.5 * 0.03 <= lost / clock.now <= 0.03 + 0.1 / clock.now
     assert own < num_steps / 2
+
+
+@pytest.fixture
+def sizes_of_graphs(clock):
+    """For a runner that fills steps up to one of these numbers of tokens."""
+    foresight = Foresight.make(
+        max_step_tokens=8192, clock=clock, known=H200_LLAMA_8B, step_sizes=(64, 128, 256, 512, 640, 768, 1024, 2048)
+    )
+    return lambda shape, *prompts: foresight.chunks.sizes(prompts, shape, STEP_SECONDS, 8192)
+
+
+def test_a_prompt_that_is_cut_is_cut_where_the_runner_has_a_size(sizes_of_graphs):
+    given = sizes_of_graphs(StepShape(20, 20_000), prompt(0, "a", 100, num_rows=1), prompt(1, "a", 4000, num_rows=1))
+    assert given[0] == 100
+    assert 20 + sum(given.values()) in (512, 640, 768)
+
+
+def test_a_prompt_that_ends_within_what_is_filled_up_anyway_is_not_cut(sizes_of_graphs):
+    cut = sizes_of_graphs(StepShape(20, 20_000), prompt(0, "a", 4000, num_rows=1))[0]
+    longer = cut + 200
+    assert sizes_of_graphs(StepShape(20, 20_000), prompt(0, "a", longer, num_rows=1))[0] == longer
+
+
+def test_prompts_that_all_fit_are_not_cut(sizes_of_graphs):
+    assert sizes_of_graphs(StepShape(), prompt(0, "a", 300, num_rows=1), prompt(1, "a", 90, num_rows=1)) == {
+        0: 300, 1: 90,
+    }  # fmt: skip
