@@ -85,7 +85,9 @@ def assemble(
 ) -> Engine:
     """Return an engine around a runner."""
     pace = BatchPace(_KNEE_TOKENS, config.max_step_tokens) if for_batches and config.device_kind == "cuda" else None
-    foresight = None if for_batches else Foresight.make(max_step_tokens=config.max_step_tokens, clock=clock)
+    foresight = None
+    if not for_batches:
+        foresight = Foresight.make(max_step_tokens=config.max_step_tokens, clock=clock, step_sizes=runner.step_sizes)
     return Engine(_make_scheduler(config, spec, pace, foresight, clock), runner)
 
 

@@ -54,6 +54,10 @@ Build = Callable[..., BuiltEngine]
 
 # Having nothing to do is told sooner than the rest: whoever sends work, drains or scales down waits for it.
 _IDLE_STATS_SECONDS = 0.05
+# On a CPU torch keeps compiled products, one for each shape of a matrix and number of tokens: 1,024 where it is told
+# nothing, tens of megabytes that prompts of all lengths fill over hours. So many are enough for batches that decode;
+# those of prompts are made anew, which takes no time beside the product.
+_PRODUCT_CACHE_VARIABLE, _PRODUCT_CACHE_SIZE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256"
 # A moment is idle once nobody has come for so long: a caller who asks one thing after another must not wait for chores.
 _QUIET_SECONDS = 0.25
 
@@ -232,6 +236,7 @@ def main(build: Build = build_engine) -> int:
     setup = decode_setup(sys.stdin.buffer.read(), EngineSetup)
     telemetry.configure_logging("json" if setup.log_format == "json" else "text", process="engine")
     timeline = Timeline(setup.started)
+    os.environ.setdefault(_PRODUCT_CACHE_VARIABLE, _PRODUCT_CACHE_SIZE)
     try:
         built = build(setup.sourced, setup.files, timeline, progress=_report_progress)
     except PenstockError as error:

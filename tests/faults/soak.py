@@ -14,9 +14,9 @@ from tests.server_process import ServerProcess, until
 
 # A small cache, all of which has been used once before the measuring begins: untouched memory is not resident.
 SOAK_FLAGS = ("--load-format", "dummy", "--kv-memory", "4MiB", "--log-format", "json")
-# torch's library keeps up to 1,024 compiled products (some 40 KB each), one for each number of tokens and each matrix.
-# Ten minutes are too short to see all numbers, so it gets a size that it reaches in the first.
-SOAK_SETTINGS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+# torch keeps 256 compiled products (`engine/process.py`), one for each shape of a matrix and number of tokens. Prompts
+# of every length up to here come first and fill that: a layer has four shapes.
+_LONGEST_FIRST_PROMPT = 128
 
 _PAGE_KB = os.sysconf("SC_PAGE_SIZE") / 1024
 # By then allocators and thread pools have their size.
@@ -79,8 +79,17 @@ def random_body(dice: random.Random) -> bytes:
     return completion_body(**changes)
 
 
+async def fill_caches(server: ServerProcess) -> None:
+    """Have a step of every number of tokens, with prompts that begin unlike any other."""
+    for num_tokens in range(2, _LONGEST_FIRST_PROMPT + 1):
+        prompt = random.Random(num_tokens).choices(range(3, 500), k=num_tokens)
+        outcome = await call(server.url, completion_body(prompt=prompt, max_tokens=1, stream=False))
+        assert outcome.state == "completed"
+
+
 async def steady(server: ServerProcess, seconds: float, *, num_callers: int = 8) -> SteadyReport:
     """Keep callers busy, some of whom leave early, and watch the processes."""
+    await fill_caches(server)
     outcomes: list[str] = []
     stop = time.monotonic() + seconds
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.faults.soak import SOAK_FLAGS, SOAK_SETTINGS, killing, steady
+from tests.faults.soak import SOAK_FLAGS, killing, steady
 from tests.server_process import ServerProcess
 
 
@@ -17,7 +17,7 @@ async def test_every_request_ends_once_while_processes_are_killed(server, num_ki
 @pytest.mark.faults
 @pytest.mark.timeout(1200)
 async def test_ten_minutes_of_load_leave_memory_and_files_as_they_were(model):
-    with ServerProcess(str(model), *SOAK_FLAGS, settings=SOAK_SETTINGS) as server:
+    with ServerProcess(str(model), *SOAK_FLAGS) as server:
         report = await steady(server.wait_ready(), 600)
     print(report)
     assert report.kb_per_request <= 0.1

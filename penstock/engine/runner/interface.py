@@ -17,6 +17,11 @@ class LaunchedStep(ABC):
 class Runner(ABC):
     """Runs plans in the order they are launched."""
 
+    @property
+    def step_sizes(self) -> Sequence[int]:
+        """Numbers of tokens, ascending, to which steps with prompts are filled up. Empty: they are not."""
+        return ()
+
     @abstractmethod
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step and return at once."""

@@ -129,7 +129,7 @@ class MixedGraphs:
         self._rows = rows
         self._draw = draw
         self._max_draws = max_running
-        self._token_counts = token_counts(max_step_tokens)
+        self.token_counts = token_counts(max_step_tokens)
         self._slice_counts = [count for count in _SLICE_COUNTS if count < max_running] + [max_running]
         self._draw_counts = batch_sizes(max_running)
         largest = self._places(max_step_tokens, max_running).size
@@ -147,12 +147,12 @@ class MixedGraphs:
         self._upcoming: deque[_Places | int] = deque([*self._draw_counts, *self._all_places()])
 
     def fits(self, layout: Layout) -> bool:
-        return len(layout.rows) <= self._token_counts[-1] and len(layout.sampled) <= len(layout.slice_rows)
+        return len(layout.rows) <= self.token_counts[-1] and len(layout.sampled) <= len(layout.slice_rows)
 
     def run(self, layout: Layout) -> DrawOutcome | None:
         """Run a step and draw for every row that is due, writing each token to its row. None: no row was."""
         places = self._places(
-            next(count for count in self._token_counts if count >= len(layout.rows)), len(layout.slice_rows)
+            next(count for count in self.token_counts if count >= len(layout.rows)), len(layout.slice_rows)
         )
         self._stage(layout, places)
         self._forwards.run(places)
@@ -172,16 +172,14 @@ class MixedGraphs:
             self._stage(_NOTHING, size)
             self._forwards.prepare(size)
         else:
-            self._stage(_NOTHING, self._places(self._token_counts[0], 1))
+            self._stage(_NOTHING, self._places(self.token_counts[0], 1))
             self._draws.prepare(size)
         return True
 
     def _all_places(self) -> list[_Places]:
         """Every size once: the largest, those around the sizes that decoding beside prompts wants, then the others."""
-        largest = self._token_counts[-1]
-        counts = sorted(
-            self._token_counts, key=lambda count: (count != largest, count > _MANY_TOKENS, abs(count - 256))
-        )
+        largest = self.token_counts[-1]
+        counts = sorted(self.token_counts, key=lambda count: (count != largest, count > _MANY_TOKENS, abs(count - 256)))
         found = {self._places(count, slices): None for count in counts for slices in self._slice_counts}
         return list(found)
 

@@ -108,6 +108,10 @@ class ModelRunner(Runner):
         if rows.device.type == "cpu":
             self._thread = ThreadPoolExecutor(1, "penstock-step", torch.set_num_threads, (threads,))
 
+    @property
+    def step_sizes(self) -> Sequence[int]:
+        return () if self._mixed_graphs is None else self._mixed_graphs.token_counts
+
     def launch(self, plan: StepPlan) -> LaunchedStep:
         if self._thread is not None:
             return _ThreadStep(self._thread.submit(self._run, plan))

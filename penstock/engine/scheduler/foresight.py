@@ -1,16 +1,17 @@
 """The parts that let a scheduler look ahead, made to fit each other: cost model, step times, pace,
-admission, launch moment.
+chunks of prompts, admission, launch moment.
 
 A scheduler without foresight (a batch of which only the end counts) runs steps as large as they may be and promises
 nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.engine.scheduler.admission import Admission
 from penstock.engine.scheduler.cost_model import CostModel, StepCosts
 from penstock.engine.scheduler.launch_moment import LaunchMoment
+from penstock.engine.scheduler.prompt_chunks import PromptChunks
 from penstock.engine.scheduler.serving_pace import ServingPace
 from penstock.engine.scheduler.step_times import StepTimes
 
@@ -20,13 +21,31 @@ class Foresight:
     model: CostModel
     times: StepTimes
     pace: ServingPace
+    chunks: PromptChunks
     admission: Admission
     launch: LaunchMoment
 
     @classmethod
-    def make(cls, *, max_step_tokens: int, clock: Callable[[], float], known: StepCosts | None = None) -> "Foresight":
-        """Return parts that learn from the steps that run, from `known` costs on where there are any."""
+    def make(
+        cls,
+        *,
+        max_step_tokens: int,
+        clock: Callable[[], float],
+        known: StepCosts | None = None,
+        step_sizes: Sequence[int] = (),
+    ) -> "Foresight":
+        """Return parts that learn from the steps that run, from `known` costs on where there are any.
+
+        `step_sizes`: the runner's, see there.
+        """
         model = CostModel(known)
         times = StepTimes(model, clock)
         pace = ServingPace(times, max_step_tokens, clock)
-        return cls(model, times, pace, Admission(times, pace), LaunchMoment(times, clock))
+        return cls(
+            model,
+            times,
+            pace,
+            PromptChunks(pace, model, clock, step_sizes),
+            Admission(times, pace),
+            LaunchMoment(times, clock),
+        )

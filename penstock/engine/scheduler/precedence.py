@@ -15,7 +15,7 @@ from penstock.engine.scheduler.request_state import LevelKey, RequestState, Tena
 MAX_PAUSE_SECONDS = 0.25
 
 # Smaller goes first.
-Precedence = tuple[LevelKey, bool, float, float, float, int]
+Precedence = tuple[LevelKey, bool, float, float, int, float, int]
 
 
 class Order:
@@ -31,7 +31,9 @@ class Order:
     def of(self, request: RequestState) -> Precedence:
         account = request.account
         leads = account.counter - self._least.get(request.level, account.counter) > self._quantum / account.weight
-        return (request.level, leads, account.share, account.counter, request.due, request.number)
+        # Who has just come starts with the counter of the one that runs: without more it would wait for a step of its.
+        newest = -account.came_with
+        return (request.level, leads, account.share, account.counter, newest, request.due, request.number)
 
 
 def displaced_by(request: RequestState, running: Sequence[RequestState], quantum: float) -> RequestState | None:

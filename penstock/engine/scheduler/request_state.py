@@ -27,6 +27,7 @@ class TenantAccount:
     waiting: list[tuple[float, int, "RequestState"]] = field(default_factory=list)  # by urgency
     waiting_tokens: int = 0
     in_line: bool = False  # its level knows that it waits
+    came_with: int = -1  # the request with which it last came back to the queue
 
     @property
     def share(self) -> float:

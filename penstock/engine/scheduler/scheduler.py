@@ -22,7 +22,7 @@ from penstock.engine.scheduler.intake import check_submit
 from penstock.engine.scheduler.pace import Pace, Ready
 from penstock.engine.scheduler.placement import Placement
 from penstock.engine.scheduler.request_state import RequestState
-from penstock.engine.scheduler.serving_pace import chunk_sizes, decode_shape
+from penstock.engine.scheduler.serving_pace import decode_shape
 from penstock.engine.scheduler.step_plan import (
     RowSlice,
     SliceResult,
@@ -356,8 +356,7 @@ class Scheduler:
         prompts = sorted([item for item in ready if item[1] > 1], key=lambda item: place(item[0]))
         seconds = None if self._pace is None else self._pace.step_seconds(ready, self.waiting)
         if seconds is not None and self._foresight is not None:
-            foresight = self._foresight
-            return chunk_sizes(prompts, decode_shape(ready), foresight.pace, foresight.model.costs, seconds, room)
+            return self._foresight.chunks.sizes(prompts, decode_shape(ready), seconds, room)
         chunks = {}
         for request, remaining in prompts:
             chunks[request.number] = min(remaining, max(0, room))

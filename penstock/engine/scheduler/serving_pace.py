@@ -27,8 +27,6 @@ _LONG_PROMPT_TOKENS = 8192
 _SHORT_PROMPT_TOKENS = 2048
 _SHORT_SECONDS = 2.0
 _PATIENT_FIXED_PART = 0.45
-# A prompt of which so small a part of the chunk would be left over runs to its end: its first token is a step sooner.
-_REST_PART = 1 / 32
 # Where even the largest step is this small, as on a CPU, cutting prompts further would only make them slower.
 _SMALL_STEP_TOKENS = 512
 # ... and never so little that prompts alone would run slower than this part of the fastest they could.
@@ -162,26 +160,6 @@ def decode_shape(ready: Sequence[Ready]) -> StepShape:
     """A step of those that run one token."""
     contexts = [request.computed + 1 for request, remaining in ready if remaining == 1]
     return StepShape(len(contexts), sum(contexts))
-
-
-def chunk_sizes(
-    prompts: Sequence[Ready], shape: StepShape, pace: ServingPace, costs: StepCosts, seconds: float, room: int
-) -> dict[int, int]:
-    """How many tokens of each prompt, by the request's number, fit beside `shape` into a step so long; best first."""
-    sizes: dict[int, int] = {}
-    patient_seconds = min(seconds, pace.patient_seconds(shape))
-    for request, remaining in prompts:
-        most = min(remaining, max(0, room))
-        longest = patient_seconds if pace.can_wait(request, remaining) else seconds
-        fitting = costs.prompt_tokens_within(longest, shape, request.computed, most)
-        if not sizes:
-            fitting = max(fitting, min(most, LEAST_PROMPT_TOKENS))
-        if most - fitting <= fitting * _REST_PART:
-            fitting = most
-        sizes[request.number] = fitting
-        room -= fitting
-        shape = with_prompt(shape, fitting, request.computed)
-    return sizes
 
 
 def _efficient_seconds(costs: StepCosts, most: int) -> float:

@@ -53,6 +53,7 @@ class Level:
         if not account.waiting:
             # Whoever comes back starts level with those who wait: nothing was saved up, nothing is held against it.
             account.counter = max(account.counter, self.least())
+            account.came_with = request.number
             if not account.in_line:
                 account.in_line = True
                 heapq.heappush(self._by_counter, (account.counter, account.tenant))

@@ -1,7 +1,8 @@
 """Requests that hold no row, best first: tier, priority, then the tenant that got least, then the most urgent.
 
 Whoever waits rises by one priority for each `AGEING_SECONDS`, so that no stream of better requests can keep it waiting
-for ever; the batch tier does not rise, since it is there to wait. Bounded by the scheduler.
+for ever; of one tenant one at a time, or a flood would pass the new requests of all others once it is old enough. The
+batch tier does not rise, since it is there to wait. Bounded by the scheduler.
 """
 
 import heapq
@@ -12,6 +13,8 @@ from penstock.engine.scheduler.tenant_account import Level
 from penstock.request import MAX_PRIORITY
 
 AGEING_SECONDS = 10.0
+# The next request of the same tenant rises to the same level so much later at the earliest.
+RISE_INTERVAL_SECONDS = 5.0
 
 
 class WaitingQueue:
@@ -22,7 +25,8 @@ class WaitingQueue:
         self._levels: dict[LevelKey, Level] = {}
         self._order: list[Level] = []  # best first
         self._members: dict[int, RequestState] = {}
-        self._risers: list[tuple[float, int]] = []  # when a waiting request rises next
+        self._risers: list[tuple[float, int]] = []  # when a waiting request may rise next
+        self._next_rises: dict[tuple[str, LevelKey], float] = {}  # when a tenant's next may rise from a level
 
     def __len__(self) -> int:
         return len(self._members)
@@ -81,12 +85,25 @@ class WaitingQueue:
             request = self._members.get(heapq.heappop(self._risers)[1])
             if request is None or not _can_rise(request):
                 continue
+            if (later := self._take_turn(request, now)) is not None:
+                heapq.heappush(self._risers, (later, request.number))
+                continue
             weight = request.account.weight
             self.remove(request)
             self.dismiss(request)
             request.level = (request.level[0], request.level[1] - 1)
             request.account = self.open_account(request.level, request.tenant, weight)
             self.push(request, now)
+
+    def _take_turn(self, request: RequestState, now: float) -> float | None:
+        """Take the tenant's turn to rise; return when there is one again where another request has just had it."""
+        place = (request.tenant, request.level)
+        later = self._next_rises.get(place, now)
+        if later > now:
+            return later
+        self._next_rises = {key: moment for key, moment in self._next_rises.items() if moment > now}
+        self._next_rises[place] = now + RISE_INTERVAL_SECONDS
+        return None
 
     def _level(self, key: LevelKey) -> Level:
         level = self._levels.get(key)

@@ -51,6 +51,10 @@ class SimulatedRunner(Runner):
         self._free_at = -math.inf  # when the last launched step ends
         self.busy_seconds = 0.0  # of the device, with steps
 
+    @property
+    def step_sizes(self) -> Sequence[int]:
+        return self._profile.mixed.graph_tokens
+
     def launch(self, plan: StepPlan) -> LaunchedStep:
         launched_at = self._timing.now()
         cost = cost_of(self._profile, plan)

@@ -4,7 +4,7 @@ import random
 
 from penstock.engine.cache.kv_cache import RequestCache
 from penstock.engine.scheduler.request_state import RequestState
-from penstock.engine.scheduler.waiting_queue import WaitingQueue
+from penstock.engine.scheduler.waiting_queue import AGEING_SECONDS, RISE_INTERVAL_SECONDS, WaitingQueue
 from penstock.request import SamplingParams
 
 QUANTUM = 100.0
@@ -70,3 +70,32 @@ def test_the_books_do_not_grow_with_what_has_passed():
     assert len(level._by_counter) <= 3
     assert len(queue._risers) < 100
     assert set(level.accounts) <= set("abc")
+
+
+def test_of_one_tenants_old_requests_one_at_a_time_rises_above_anothers_new_one():
+    queue = WaitingQueue(QUANTUM)
+    old = [make_request(queue, number, "a", due=number) for number in range(20)]
+    for item in old:
+        queue.push(item, 0.0)
+    now = 2 * AGEING_SECONDS
+    queue.age(now)
+    assert [item.level for item in old].count((0, 0)) == 19
+    newcomer = make_request(queue, 20, "b", due=now)
+    queue.push(newcomer, now)
+    queue.change_rows(old[1], 1)
+    assert queue.best() is old[0]
+    queue.remove(old[0])
+    queue.age(now + RISE_INTERVAL_SECONDS / 2)
+    assert queue.best() is newcomer
+
+
+def test_all_old_requests_of_a_tenant_rise_in_the_end():
+    queue = WaitingQueue(QUANTUM)
+    old = [make_request(queue, number, "a") for number in range(5)]
+    for item in old:
+        queue.push(item, 0.0)
+    now = AGEING_SECONDS
+    while any(item.level == (0, 0) for item in old):
+        assert now <= AGEING_SECONDS + 5 * RISE_INTERVAL_SECONDS
+        queue.age(now)
+        now += 0.1

@@ -1,0 +1,90 @@
+"""How a step's time is divided among the prompts of several tenants."""
+
+import pytest
+
+from penstock.engine.cache.kv_cache import RequestCache
+from penstock.engine.scheduler.cost_model import StepShape
+from penstock.engine.scheduler.foresight import Foresight
+from penstock.engine.scheduler.request_state import RequestState, TenantAccount
+from penstock.request import NO_TARGETS, SamplingParams, Targets
+from tests.fakes.virtual_engine import H200_LLAMA_8B, VirtualClock
+
+STEP_SECONDS = 0.02
+
+
+def prompt(number, tenant, num_tokens, *, num_rows, targets=NO_TARGETS):
+    return RequestState(
+        number=number, client=b"", request_id=str(number), tokens=[1] * num_tokens, num_prompt_tokens=num_tokens,
+        max_total_tokens=num_tokens + 8, params=SamplingParams(), stop_ids=frozenset(), seed=0, arrival=0.0,
+        cache=RequestCache(b""), tenant=tenant, account=TenantAccount(tenant, num_rows=num_rows), level=(0, 0), due=0.0,
+        targets=targets,
+    ), num_tokens  # fmt: skip
+
+
+@pytest.fixture
+def clock():
+    return VirtualClock()
+
+
+@pytest.fixture
+def sizes(clock):
+    chunks = Foresight.make(max_step_tokens=8192, clock=clock, known=H200_LLAMA_8B).chunks
+    return lambda *prompts: chunks.sizes(prompts, StepShape(), STEP_SECONDS, 8192)
+
+
+def test_a_tenant_that_holds_fewer_rows_has_its_step_to_itself(sizes):
+    given = sizes(prompt(0, "b", 400, num_rows=1), prompt(1, "a", 1000, num_rows=50))
+    assert given[0] == 400
+    assert given[1] < 40
+
+
+def test_what_costs_nothing_is_given_to_the_others(sizes):
+    given = sizes(prompt(0, "b", 60, num_rows=1), prompt(1, "a", 1000, num_rows=50))
+    assert sum(given.values()) >= 250, "up to there tokens are free on this device"
+
+
+@pytest.mark.parametrize(
+    "other", [{"tenant": "a", "num_rows": 1}, {"tenant": "a", "num_rows": 50, "targets": Targets(ttft_seconds=1.0)}]
+)
+def test_prompts_of_equals_and_promised_ones_share_the_step(sizes, other):
+    given = sizes(prompt(0, "b", 400, num_rows=1), prompt(1, num_tokens=1000, **other))
+    assert H200_LLAMA_8B.seconds(StepShape(prompt_tokens=sum(given.values()) + 1)) > STEP_SECONDS
+
+
+def test_steps_of_ones_own_take_no_more_than_a_small_part_of_the_time(clock, sizes):
+    num_steps = own = 0
+    while clock.now < 20.0:
+        given = sizes(prompt(0, "b", 64, num_rows=1), prompt(1, "a", 1000, num_rows=50))
+        own += given[1] < 250
+        num_steps += 1
+        clock.now += STEP_SECONDS
+    lost = own * H200_LLAMA_8B.seconds(StepShape(prompt_tokens=1))
+    assert 0.5 * 0.03 <= lost / clock.now <= 0.03 + 0.1 / clock.now
+    assert own < num_steps / 2
+
+
+@pytest.fixture
+def sizes_of_graphs(clock):
+    """For a runner that fills steps up to one of these numbers of tokens."""
+    foresight = Foresight.make(
+        max_step_tokens=8192, clock=clock, known=H200_LLAMA_8B, step_sizes=(64, 128, 256, 512, 640, 768, 1024, 2048)
+    )
+    return lambda shape, *prompts: foresight.chunks.sizes(prompts, shape, STEP_SECONDS, 8192)
+
+
+def test_a_prompt_that_is_cut_is_cut_where_the_runner_has_a_size(sizes_of_graphs):
+    given = sizes_of_graphs(StepShape(20, 20_000), prompt(0, "a", 100, num_rows=1), prompt(1, "a", 4000, num_rows=1))
+    assert given[0] == 100
+    assert 20 + sum(given.values()) in (512, 640, 768)
+
+
+def test_a_prompt_that_ends_within_what_is_filled_up_anyway_is_not_cut(sizes_of_graphs):
+    cut = sizes_of_graphs(StepShape(20, 20_000), prompt(0, "a", 4000, num_rows=1))[0]
+    longer = cut + 200
+    assert sizes_of_graphs(StepShape(20, 20_000), prompt(0, "a", longer, num_rows=1))[0] == longer
+
+
+def test_prompts_that_all_fit_are_not_cut(sizes_of_graphs):
+    assert sizes_of_graphs(StepShape(), prompt(0, "a", 300, num_rows=1), prompt(1, "a", 90, num_rows=1)) == {
+        0: 300, 1: 90,
+    }  # fmt: skip

@@ -1,0 +1,22 @@
+"""A flood of one tenant that goes on for long, and what another waits for: the shipped profile of an H200."""
+
+from tests.fakes.flood import FloodedEngine, asked_now_and_then, flood, h200
+
+
+def ask(prompt, *, times, num_flooding):
+    """Ask so often, alone and in a flood of another tenant."""
+    server, asked = h200(), asked_now_and_then(times, prompt)
+    return FloodedEngine(server).run(asked), FloodedEngine(server).run([*asked, *flood(num_flooding)])
+
+
+def test_a_short_prompt_waits_for_the_steps_under_way_and_for_itself():
+    # In the end the flood's requests have waited for over 10 s, and would rise.
+    alone, flooded = ask(64, times=55, num_flooding=480)
+    assert flooded.ms("before", 1.0) < 1.0
+    assert flooded.ms("own", 0.9) <= 1.2 * alone.ms("own", 0.9)
+    assert flooded.ms("rest", 1.0) < 25.0, "no step of the flood is long"
+
+
+def test_a_long_prompts_first_token_comes_within_1_3_times_its_solo_time():
+    alone, flooded = ask(2048, times=30, num_flooding=250)
+    assert flooded.ms("ttft", 0.95) <= 1.3 * alone.ms("ttft", 0.95)
