@@ -82,7 +82,8 @@ def test_make_test_runs_every_check() -> None:
         "ruff check .",
         "ruff format --check .",
         "mypy",
-        'pytest "$@"',
+        "env OMP_NUM_THREADS=1 pytest --numprocesses 2 --dist loadfile tests/unit",
+        "pytest --ignore tests/unit",
     ]
 
 
