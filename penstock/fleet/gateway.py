@@ -78,7 +78,7 @@ class Gateway:
         split = VersionSplit(config.rollouts)
         dispatcher = Dispatcher(config, self.pool, split)
         self.autoscalers = [
-            self._autoscaler(model, section, dispatcher) for model, section in config.autoscaler.items()
+            self._autoscaler(model, section, dispatcher, split) for model, section in config.autoscaler.items()
         ]
         counts = counts if counts is not None else StoreCounts()
         metrics = GatewayMetrics(self.pool, dispatcher, split, counts, self.autoscalers)
@@ -151,14 +151,17 @@ class Gateway:
             *[RayDiscovery(section) for section in sections.ray],
         ]
 
-    def _autoscaler(self, model: str, section: AutoscalerSection, dispatcher: Dispatcher) -> Autoscaler:
+    def _autoscaler(
+        self, model: str, section: AutoscalerSection, dispatcher: Dispatcher, split: VersionSplit
+    ) -> Autoscaler:
         kind = BACKENDS.load(section.backend["kind"])
         fields = {name: value for name, value in section.backend.items() if name != "kind"}
         settings = msgspec.convert(fields, kind.Settings)
+        version = split.section_of(model).stable
         return Autoscaler(
             model,
             section,
-            kind(settings, BackendContext(model, self.pool, self._session, self._replica_environment)),
+            kind(settings, BackendContext(model, self.pool, self._session, self._replica_environment, version)),
             self.pool,
             num_held=lambda: dispatcher.num_waiting_for(model),
             on_change=dispatcher.call_waiting,

@@ -1,6 +1,7 @@
 """One model's autoscaler at work: looks at the replicas, asks the controller, and has the backend do it.
 
-Keeps what it decided and why. Which replicas take requests and which stand by is marked in the pool.
+Keeps what it decided and why. Which replicas take requests and which stand by is marked in the pool; replicas of the
+model that the backend does not own, such as a candidate's, are neither counted nor marked.
 """
 
 import asyncio
@@ -63,6 +64,7 @@ class Autoscaler:
         self._controller = Controller(section, SCALE_POLICIES.load(section.policy)(section))
         self._tracker = SignalTracker(section.requests_per_replica)
         self._starts = StartTimes(section.start_seconds)
+        self._marked: list[Replica] = []
 
     async def run(self) -> None:
         """Look and act for ever."""
@@ -72,7 +74,7 @@ class Autoscaler:
 
     async def step(self) -> None:
         """Look and act once. A backend that fails is asked again the next time."""
-        replicas = [replica for replica in self._pool if replica.serves(self.model)]
+        replicas = [item for item in self._pool.serving(self.model) if self._backend.owns(item)]
         try:
             num_there = await self._backend.count()
             decision = self._decide(replicas, num_there)
@@ -122,6 +124,10 @@ class Autoscaler:
 
     def _mark(self, replicas: list[Replica], desired: int) -> None:
         """Have so many of those that are up take requests: who does already goes on, the busiest first."""
+        for replica in self._marked:
+            if replica not in replicas:
+                replica.is_standby = False  # it serves another model now, or is somebody else's
+        self._marked = replicas
         up = [item for item in replicas if item.is_up]
         up.sort(key=lambda item: (item.is_standby, -item.num_in_flight, item.url))
         woken = [item for item in up[:desired] if item.is_standby]

@@ -28,7 +28,7 @@ class GatewayMetrics:
         counts: StoreCounts,
         autoscalers: Sequence[Autoscaler] = (),
     ) -> None:
-        self._registry = CollectorRegistry()
+        self._registry = _PlainRegistry()
         self._registry.register(_Gauges(pool, dispatcher, split))
         self._registry.register(_StoreCounters(counts))
         self._registry.register(_AutoscalerGauges(autoscalers))
@@ -103,6 +103,15 @@ class GatewayMetrics:
     def exposition(self, accept: str) -> tuple[bytes, str]:
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
+
+
+class _PlainRegistry(CollectorRegistry):
+    """One without what the client library adds: to each series another that says when it began."""
+
+    def collect(self) -> Iterator[Metric]:
+        for family in super().collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
 
 
 class _AutoscalerGauges(Collector):

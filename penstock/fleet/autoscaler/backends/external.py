@@ -17,9 +17,10 @@ class ExternalScale(ScaleBackend):
     def __init__(self, settings: ExternalSettings, context: BackendContext) -> None:
         self._model = context.model
         self._pool = context.pool
+        self.version = context.version
 
     async def count(self) -> int:
-        return len(self._pool.serving(self._model))
+        return sum(self.owns(replica) for replica in self._pool.serving(self._model))
 
     async def scale_to(self, count: int, leave_first: Collection[str] = ()) -> None:
         """Do nothing: whoever scales reads the number from /admin/autoscaler/MODEL."""

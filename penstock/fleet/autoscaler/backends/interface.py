@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import aiohttp
 import msgspec
 
-from penstock.fleet.replica import ReplicaPool
+from penstock.fleet.replica import Replica, ReplicaPool
+from penstock.fleet.rollout.plan import DEFAULT_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class BackendContext:
     environment: Mapping[str, str] = field(
         default_factory=lambda: MappingProxyType({})
     )  # what servers that are started here get beside our own
+    version: str = DEFAULT_VERSION  # of what the backend runs: the one that the fleet's file calls stable
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class ScaleBackend(ABC):
     Settings: ClassVar[type[msgspec.Struct]]
 
     trouble: Trouble | None = None  # what the last start that failed failed by, until one goes well
+    version: str = DEFAULT_VERSION  # of its replicas
 
     @abstractmethod
     def __init__(self, settings: Any, context: BackendContext) -> None:
@@ -65,6 +68,10 @@ class ScaleBackend(ABC):
         Returns soon: starts and drains go on behind it. A replica that is to go gets no new requests and finishes those
         it has. `leave_first` names the URLs that should go before others, best first, where the backend can choose.
         """
+
+    def owns(self, replica: Replica) -> bool:
+        """Whether a replica of the model is one of its own. Where it cannot tell, those of its version are."""
+        return replica.version == self.version
 
     async def close(self) -> None:
         """Let go of everything. What ends with the autoscaler, such as its own processes, is drained first."""

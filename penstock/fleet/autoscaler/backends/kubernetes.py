@@ -31,6 +31,7 @@ class KubernetesScale(ScaleBackend):
         api: str | None = None,
     ) -> None:
         self._api = ClusterApi(context.session, "autoscaler.backend", account=account, api=api)
+        self.version = context.version
         namespace = self._api.namespace(settings.namespace)
         self._path = f"/apis/apps/v1/namespaces/{namespace}/deployments/{settings.deployment}/scale"
 

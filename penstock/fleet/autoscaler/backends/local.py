@@ -3,7 +3,8 @@
 A replica joins the pool when it says that it is ready. One that is to go is sent nothing more, finishes what it has
 from this gateway, and then gets SIGTERM, at which it drains whatever others sent it. None outlives the gateway,
 whatever ends that (`penstock.leash`). Where one ends before it was ever ready, the next are started one at a time, each
-after a longer pause, until one is. Knows nothing of how many there should be.
+after a longer pause, until one is. Where one is ready but of no use here, none is added. Knows nothing of how many there
+should be.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ import msgspec
 from penstock.errors import RemoteError
 from penstock.fleet.autoscaler.backends.interface import BackendContext, ScaleBackend, Trouble
 from penstock.fleet.autoscaler.backends.last_words import LastWords
+from penstock.fleet.breaker import Standing
 from penstock.fleet.config import ReplicaEntry
 from penstock.fleet.replica import Replica
 from penstock.telemetry import log_event
@@ -58,13 +60,19 @@ class LocalProcesses(ScaleBackend):
         self._pool = context.pool
         self._session = context.session
         self._environment = context.environment
+        self._model = context.model
         self._source = f"autoscaler:{context.model}"
+        self.version = context.version
         self._children: list[_Child] = []
         self._joining: set[asyncio.Task[None]] = set()
         self._draining: set[asyncio.Task[None]] = set()
         self._used_devices: set[str] = set()
+        self._failed_start: Trouble | None = None  # the last, until one goes well
         self._num_failures = 0  # starts in a row that failed; those of one look count once
         self._start_after = 0.0  # on the pool's clock
+
+    def owns(self, replica: Replica) -> bool:
+        return any(child.replica is replica for child in self._children)
 
     async def count(self) -> int:
         await self._bury()
@@ -130,9 +138,9 @@ class LocalProcesses(ScaleBackend):
         while not await self._is_ready(child):  # noqa: ASYNC110 - another process's state has no event
             await asyncio.sleep(_POLL_SECONDS)
         if child in self._children:
-            entry = ReplicaEntry(url=child.url, key_file=self._settings.key_file)
+            entry = ReplicaEntry(url=child.url, key_file=self._settings.key_file, version=self.version)
             child.replica = self._pool.add(self._source, entry)
-            self._num_failures, self.trouble = 0, None
+            self._num_failures, self._failed_start, self.trouble = 0, None, None
 
     async def _is_ready(self, child: _Child) -> bool:
         """Whether it is, or never will be."""
@@ -146,6 +154,8 @@ class LocalProcesses(ScaleBackend):
 
     def _may_start(self) -> bool:
         """Whether another may be started now: after a failure only when no other is on its way, and not at once."""
+        if self._useless() is not None:
+            return False
         if self._num_failures == 0:
             return True
         return self._pool.clock() >= self._start_after and all(child.replica for child in self._children)
@@ -168,9 +178,24 @@ class LocalProcesses(ScaleBackend):
             )
             if child.replica is None:
                 summary = f"a server that was started ended with status {status} before it was ready"
-                self.trouble = Trouble(summary, "\n".join(lines) or "it said nothing")
+                self._failed_start = Trouble(summary, "\n".join(lines) or "it said nothing")
         if any(child.replica is None for child in ended):
             self._pause()
+        self.trouble = self._failed_start or self._useless()
+
+    def _useless(self) -> Trouble | None:
+        """Why a server that was started and is ready serves no request for the model, where there is one."""
+        for replica in (child.replica for child in self._children if child.replica is not None):
+            if replica.serves(self._model):
+                continue
+            if replica.models:
+                names = ", ".join(model.name for model in replica.models)
+                advice = f"it serves {names}, not {self._model}: give --served-name {self._model} in `serve`"
+                return Trouble("a server that was started serves another model", advice)
+            if replica.breaker.standing is Standing.NOT_READY:
+                reason = f"autoscaler.{self._model}.backend: {replica.breaker.reason}"
+                return Trouble("a server that was started does not tell this gateway what it serves", reason)
+        return None
 
     def _pause(self) -> None:
         """Start nothing for a while: longer, the more starts have failed in a row."""

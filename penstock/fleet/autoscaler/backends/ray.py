@@ -40,6 +40,7 @@ class RayScale(ScaleBackend):
     def __init__(self, settings: RaySettings, context: BackendContext) -> None:
         self._settings = settings
         self._session = context.session
+        self.version = context.version
 
     async def count(self) -> int:
         body = await self._ask("GET", "/api/serve/applications/")

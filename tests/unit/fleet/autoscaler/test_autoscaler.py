@@ -31,8 +31,8 @@ class Scene:
             on_trouble=self.told_callers.append,
         )  # fmt: skip
 
-    def add(self):
-        replica = self.pool.add("test", ReplicaEntry(url=f"http://replica-{len(self.pool)}:80"))
+    def add(self, **fields):
+        replica = self.pool.add("test", ReplicaEntry(url=f"http://replica-{len(self.pool)}:80", **fields))
         replica.models = (ServedModel("tiny"),)
         replica.breaker.on_probe(True)
         return replica
@@ -73,6 +73,26 @@ async def test_warm_replicas_stand_by_until_they_are_needed():
     assert (await scene.look(15, 10, 0))[0] == 4  # three at work, and another one warm
     assert scene.standing_by() == []
     assert scene.num_calls == 1  # requests that wait may go to it
+
+
+async def test_a_candidates_replica_is_neither_counted_nor_marked():
+    scene = Scene(1, max_replicas=1)
+    candidate = scene.add(version="b")
+    assert await scene.look(1, 9) == (1, [])
+    assert scene.standing_by() == []
+    assert scene.autoscaler.signals.num_ready == 1
+    assert scene.autoscaler.signals.num_requests == 1.0
+    assert candidate.is_usable
+
+
+async def test_a_replica_that_gets_another_version_is_let_go_of():
+    scene = Scene(2)
+    await scene.look(9, 9)
+    await scene.look(1, 0)
+    assert scene.standing_by() == ["replica-1:80"]
+    scene.pool.add("test", ReplicaEntry(url="http://replica-1:80", version="b"))
+    await scene.look(1, 0)
+    assert scene.standing_by() == []
 
 
 async def test_a_held_request_wakes_a_fleet_of_none():

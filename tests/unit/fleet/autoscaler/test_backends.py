@@ -1,6 +1,7 @@
 """Backends do what they are told: on a fake cluster, and with real processes that stand in for servers."""
 
 import asyncio
+import dataclasses
 import signal
 import sys
 
@@ -100,6 +101,16 @@ async def test_what_others_scale_is_counted_and_left_alone(context):
     assert await backend.count() == 1
 
 
+async def test_of_what_others_scale_a_candidate_is_not_counted(context):
+    context = dataclasses.replace(context, version="a")
+    backend = ExternalScale(ExternalSettings(), context)
+    for version in ("a", "b"):
+        replica = context.pool.add("test", ReplicaEntry(url=f"http://replica-{version}:80", version=version))
+        replica.models = (ServedModel("tiny"),)
+        assert backend.owns(replica) == (version == "a")
+    assert await backend.count() == 1
+
+
 # Stands in for `penstock serve`: says that it is ready, and ends when told to.
 SERVER = """
 import http.server, sys
@@ -172,6 +183,49 @@ async def test_processes_are_started_and_told_to_the_pool(processes, context, st
         port = url.rpartition(":")[2]
         assert command == ["serve", "tiny", "--device", "simulated", "--host", "127.0.0.1", "--port", port]
     assert {replica.entry.key_file for replica in context.pool} == {"/key"}
+
+
+async def test_only_the_processes_of_a_backend_are_its_own(processes, context):
+    backend = processes()
+    await scaled(backend, context, 1)
+    (mine,) = context.pool
+    other = context.pool.add("test", ReplicaEntry(url="http://replica-1:80"))
+    assert (backend.owns(mine), backend.owns(other)) == (True, False)
+
+
+async def test_processes_have_the_version_that_the_fleet_calls_stable(started, context):
+    backend = LocalProcesses(LocalSettings(serve=("tiny",)), dataclasses.replace(context, version="a"))
+    await scaled(backend, context, 1)
+    assert [replica.version for replica in context.pool] == ["a"]
+    await backend.close()
+
+
+async def test_a_server_that_does_not_take_the_gateways_key_is_trouble_and_gets_no_company(processes, context):
+    backend = processes()
+    await scaled(backend, context, 1)
+    (replica,) = context.pool
+    replica.breaker.on_probe(False, "/v1/models answers 401: give key_file")
+    await backend.scale_to(2)
+    assert await backend.count() == 1
+    assert str(backend.trouble) == (
+        "a server that was started does not tell this gateway what it serves: "
+        "autoscaler.tiny.backend: /v1/models answers 401: give key_file"
+    )
+    replica.models = (ServedModel("tiny"),)
+    replica.breaker.on_probe(True)
+    await backend.scale_to(1)
+    assert backend.trouble is None
+
+
+async def test_a_server_that_serves_another_model_is_trouble(processes, context):
+    backend = processes()
+    await scaled(backend, context, 1)
+    (replica,) = context.pool
+    replica.models = (ServedModel("other"),)
+    replica.breaker.on_probe(True)
+    await backend.scale_to(1)
+    assert backend.trouble.summary == "a server that was started serves another model"
+    assert backend.trouble.detail == "it serves other, not tiny: give --served-name tiny in `serve`"
 
 
 async def test_whoever_is_named_leaves_first_and_then_the_newest(processes, context):
