@@ -23,6 +23,7 @@ from typing import Any, Literal
 from penstock.errors import ConfigError
 
 _PREFIX = "PENSTOCK_"
+COMMAND_LINE = "command line"  # a source
 _OTHER_VARIABLES = frozenset({"PENSTOCK_API_KEY"})  # the key that commands send to servers and gateways
 
 Group = Literal["model", "device", "memory", "scheduler", "server"]
@@ -181,7 +182,7 @@ def gather(
             take(name, environ[variable], f"environment {variable}", variable)
     for name, value in given.items():
         if value is not None:
-            take(name, value, "command line", flag(name))
+            take(name, value, COMMAND_LINE, flag(name))
     return Sourced(Options(**{**defaults, **values}), sources, deploy)
 
 

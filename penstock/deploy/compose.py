@@ -16,6 +16,12 @@ from penstock.deploy.kubernetes.plan import Plan, fleet_text, with_servers
 from penstock.deploy.monitoring.rules import Watched, groups
 from penstock.fleet.config import DnsSection, FleetConfig
 
+_HEAD = """\
+# compose: one machine; needs docker compose. Before `docker compose up`, make the folder `secrets` here with what
+# `secrets:` names below: chmod 700 secrets, chmod 444 secrets/*. The containers run as users 10001, 65534 and 472, all
+# of whom must read their files, which docker mounts one by one; nobody else enters the folder.
+"""
+_MORE_SERVERS = "more-servers"  # the profile of the servers beside the first
 PROMETHEUS_IMAGE = "prom/prometheus:v3.5.0"
 GRAFANA_IMAGE = "grafana/grafana:12.1.0"
 
@@ -25,7 +31,7 @@ def compose_files(plan: Plan) -> dict[str, str]:
     settings = plan.settings
     watched = Watched(settings.name, settings.objective, settings.slow_ttft_seconds)
     return {
-        "compose.yaml": yaml_text(_compose(plan)),
+        "compose.yaml": _HEAD + yaml_text(_compose(plan)),
         **{f"server/{name}": text for name, text in plan.server_files.items()},
         "gateway/gateway.toml": plan.gateway_files["gateway.toml"],
         "gateway/fleet.toml": fleet_text(_fleet(plan)),
@@ -53,7 +59,7 @@ def _compose(plan: Plan) -> dict[str, Any]:
     return {
         "name": plan.settings.name,
         "services": {
-            "server": _server(plan),
+            **_servers(plan),
             "gateway": _gateway(plan),
             "prometheus": _prometheus_service(),
             "grafana": _grafana(),
@@ -94,10 +100,28 @@ def _healthy(port: int, path: str, start: str) -> dict[str, Any]:
     return {"test": test, "interval": "10s", "timeout": "5s", "retries": 3, "start_period": start}
 
 
+def _servers(plan: Plan) -> dict[str, Any]:
+    """One that can be scaled or, on GPUs, a service for each with GPUs of its own: a number of them is always the first.
+
+    All are found by the name of the first.
+    """
+    if not plan.gpus:
+        return {"server": _server(plan)}
+    services = {"server": _with_gpus(_server(plan), 0, plan.gpus)}
+    for place in range(1, plan.settings.replicas):
+        service = {"profiles": [_MORE_SERVERS], **_with_gpus(_server(plan), place, plan.gpus)}
+        services[f"server-{place + 1}"] = {**service, "networks": {"default": {"aliases": ["server"]}}}
+    return services
+
+
+def _with_gpus(service: dict[str, Any], place: int, gpus: int) -> dict[str, Any]:
+    numbers = [str(number) for number in range(place * gpus, (place + 1) * gpus)]
+    device = {"driver": "nvidia", "device_ids": numbers, "capabilities": ["gpu"]}
+    return {**service, "deploy": {"resources": {"reservations": {"devices": [device]}}}}
+
+
 def _server(plan: Plan) -> dict[str, Any]:
     settings = plan.settings
-    device = {"driver": "nvidia", "count": plan.gpus, "capabilities": ["gpu"]}
-    resources = {"resources": {"reservations": {"devices": [device]}}} if plan.gpus else {}
     token = {"HF_TOKEN": "${HF_TOKEN:?give the hub's token}"} if settings.hub_secret else {}
     return {
         **_confined(plan),
@@ -105,8 +129,6 @@ def _server(plan: Plan) -> dict[str, Any]:
         "environment": {"HOME": names.CACHE_FOLDER, **_store(plan), **token},
         "secrets": _keys(plan),
         "volumes": [f"./server:{names.SERVER_FILES}:ro", f"cache:{names.CACHE_FOLDER}"],
-        # One GPU each, as a rule: on one machine more servers than GPUs would share them.
-        "deploy": {"replicas": 1, **resources},
         "healthcheck": _healthy(names.SERVER_PORT, "/ready", f"{settings.startup_seconds}s"),
     }
 

@@ -37,7 +37,6 @@ def manifests(plan: Plan) -> dict[str, Manifest]:
         "core/00-namespace.yaml": servers.namespace(plan),
         "core/server-configmap.yaml": servers.config_map(plan),
         "core/server-service.yaml": servers.service(plan),
-        "core/server-poddisruptionbudget.yaml": servers.disruption_budget(plan),
         "core/gateway-serviceaccount.yaml": gateways.service_account(plan),
         "core/gateway-role.yaml": gateways.role(plan),
         "core/gateway-rolebinding.yaml": gateways.role_binding(plan),
@@ -47,6 +46,7 @@ def manifests(plan: Plan) -> dict[str, Manifest]:
         "core/gateway-poddisruptionbudget.yaml": servers.disruption_budget(plan, GATEWAY),
         "servers/serviceaccount.yaml": servers.service_account(plan),
         "servers/deployment.yaml": servers.deployment(plan),
+        "servers/poddisruptionbudget.yaml": servers.disruption_budget(plan),
         **_other_ways(plan),
         "prometheus/podmonitor.yaml": monitors.pod_monitor(plan),
         "prometheus/prometheusrule.yaml": monitors.prometheus_rule(plan),
@@ -64,10 +64,20 @@ def _other_ways(plan: Plan) -> dict[str, Manifest]:
     return {
         "kserve/servingruntime.yaml": kserve.serving_runtime(plan),
         "kserve/inferenceservice.yaml": kserve.inference_service(plan),
+        "kserve/poddisruptionbudget.yaml": servers.disruption_budget(plan),
         "ray/rayservice.yaml": ray_service.ray_service(plan),
+        **_ray_budget(plan),
         "keda/scaledobject.yaml": monitors.scaled_object(plan, plan.settings.name),
         "kserve-keda/scaledobject.yaml": monitors.scaled_object(plan, kserve.deployment_name(plan)),
     }
+
+
+def _ray_budget(plan: Plan) -> dict[str, Manifest]:
+    """A lone server may be away like any other: a budget that keeps it would keep its node for ever."""
+    if plan.settings.replicas < 2:
+        return {}
+    budget = servers.disruption_budget(plan, min_available=plan.settings.replicas - 1)
+    return {"ray/poddisruptionbudget.yaml": budget}
 
 
 def bundle(plan: Plan) -> dict[str, str]:

@@ -43,7 +43,7 @@ def inference_service(plan: Plan) -> Manifest:
         "predictor": {
             "minReplicas": max(settings.replicas, 1),
             "maxReplicas": settings.max_replicas,
-            # Of the pods: by these core's Service, its budget and Prometheus know them.
+            # Of the pods: by these core's Service, the budget and Prometheus know them.
             "labels": objects.labels(plan, SERVER),
             "enableServiceLinks": False,
             "automountServiceAccountToken": False,

@@ -20,7 +20,7 @@ _UNREACHABLE = "in a pod that is the pod itself: give an address that pods reach
 def refuse_local_options(options: Options, settings: Settings, cache_folder: str) -> None:
     """Raise ConfigError where a server's options name what only this machine has."""
     model = options.model
-    if _is_path(model) and not settings.model_in_image:
+    if is_path(model) and not settings.model_in_image:
         in_claim = settings.cache_claim and Path(model).is_relative_to(cache_folder)
         if not in_claim:
             right = (
@@ -29,7 +29,7 @@ def refuse_local_options(options: Options, settings: Settings, cache_folder: str
             )
             raise ConfigError("model", model, right)
     profile = options.simulated_profile
-    if _is_path(profile.partition("@")[0]):
+    if is_path(profile.partition("@")[0]):
         raise ConfigError(flag("simulated_profile"), profile, "pods do not have this file: give a profile by its name")
     for address in (options.gateway or "").split(","):
         if address.strip().startswith("unix:") or _is_loopback(_host(address)):
@@ -93,7 +93,8 @@ def _key_files(fleet: FleetConfig) -> Iterator[tuple[str, str | None]]:
             yield f"discovery.{name}[{place}].key_file", path
 
 
-def _is_path(name: str) -> bool:
+def is_path(name: str) -> bool:
+    """Whether a model is named by where it is."""
     return name.startswith(("/", ".", "~")) or name.endswith(".gguf") or Path(name).exists()
 
 

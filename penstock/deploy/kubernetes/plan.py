@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.config import Options, Sourced, flag
-from penstock.deploy.kubernetes.locality import refuse_local_fleet, refuse_local_options
+from penstock.config import COMMAND_LINE, Options, Sourced, flag
+from penstock.deploy.kubernetes.locality import is_path, refuse_local_fleet, refuse_local_options
 from penstock.deploy.kubernetes.settings import Settings, read_settings
 from penstock.deploy.toml_text import toml_text
 from penstock.errors import ConfigError
@@ -82,6 +82,7 @@ def make_plan(sourced: Sourced, fleet_file: Path | None, flags: Mapping[str, Any
     """Return the deployment of these options. Raises ConfigError."""
     settings = read_settings(sourced.deploy, flags)
     _refuse_secrets(sourced)
+    _refuse_addresses(sourced)
     refuse_local_options(sourced.options, settings, CACHE_FOLDER)
     texts = _named_files(sourced.options)
     own: dict[str, Any] = {
@@ -104,6 +105,7 @@ def make_plan(sourced: Sourced, fleet_file: Path | None, flags: Mapping[str, Any
     gateway = {"host": own["host"], "port": GATEWAY_PORT, "log_format": "json", **shared}
     fleet = read_fleet(fleet_file)
     refuse_local_fleet(fleet, settings, METRICS_KEY_FILE)
+    _refuse_unserved(fleet, options)
     return Plan(
         settings=settings,
         options=options,
@@ -122,6 +124,31 @@ def _refuse_secrets(sourced: Sourced) -> None:
             raise ConfigError(
                 flag(option), "…", f"in a cluster it comes from a Secret: name it in [deploy] as {setting}"
             )
+
+
+def _refuse_addresses(sourced: Sourced) -> None:
+    """Raise where the command itself asks for what it would not do. A file or a shell may be for `serve` as well."""
+    for option in CLUSTER_OPTIONS:
+        if sourced.why(option) == COMMAND_LINE:
+            value = getattr(sourced.options, option)
+            raise ConfigError(flag(option), value, "in a cluster the deployment decides it: leave it out")
+
+
+def _refuse_unserved(fleet: FleetConfig, options: Options) -> None:
+    """Raise where the gateway would scale our servers for a model that they do not serve."""
+    served = options.served_name or options.model
+    if options.served_name is None and is_path(options.model):
+        return  # its name is the folder's in the pod
+    for model, section in fleet.autoscaler.items():
+        is_ours = section.backend["kind"] == "kubernetes" or not _names_replicas(fleet)
+        if is_ours and model != served:
+            right = f'the servers serve {served}: write [autoscaler."{served}"], or give --served-name {model}'
+            raise ConfigError(f"--fleet: autoscaler.{model}", model, right)
+
+
+def _names_replicas(fleet: FleetConfig) -> bool:
+    sections = fleet.discovery
+    return bool(fleet.replicas or sections.dns or sections.kubernetes or sections.ray)
 
 
 def _named_files(options: Options) -> dict[str, str]:
@@ -158,10 +185,9 @@ def with_servers(fleet: FleetConfig, **ours: Any) -> FleetConfig:
 
     `ours` is the entry of its `[discovery]` that finds them.
     """
-    sections = fleet.discovery
-    if fleet.replicas or sections.dns or sections.kubernetes or sections.ray:
+    if _names_replicas(fleet):
         return fleet
-    return msgspec.structs.replace(fleet, discovery=msgspec.structs.replace(sections, **ours))
+    return msgspec.structs.replace(fleet, discovery=msgspec.structs.replace(fleet.discovery, **ours))
 
 
 def fleet_text(fleet: FleetConfig) -> str:

@@ -74,9 +74,13 @@ def service(plan: Plan) -> Manifest:
     return manifest("v1", "Service", plan, SERVER, spec=spec)
 
 
-def disruption_budget(plan: Plan, component: str = SERVER) -> Manifest:
+def disruption_budget(plan: Plan, component: str = SERVER, *, min_available: int | None = None) -> Manifest:
+    """At most one may be away; with `min_available`, at least so many are there.
+
+    Of pods whose owner has no scale that the cluster can read, only the latter can be kept.
+    """
     spec = {
-        "maxUnavailable": 1,
+        **({"maxUnavailable": 1} if min_available is None else {"minAvailable": min_available}),
         "selector": {"matchLabels": objects.selector(plan, component)},
         # One that is not ready serves nobody: a node may be emptied in spite of it.
         "unhealthyPodEvictionPolicy": "AlwaysAllow",

@@ -401,4 +401,8 @@ def _gateways() -> list[_Graph]:
             "Ejections", "How often each replica was found failing", "short",
             (("{{replica}}", f"max by (replica) (penstock_gateway_replica_ejections{{{_GATEWAYS}}})"),),
         ),
+        _Graph(
+            "Store", "Transactions that it did not take from a gateway", "short",
+            (("{{instance}}", f"increase(penstock_gateway_store_failures_total{{{_GATEWAYS}}}[$__rate_interval])"),),
+        ),
     ]  # fmt: skip

@@ -127,6 +127,12 @@ _GATEWAY_ALERTS = (
         "Requests have waited in the gateway for ten minutes on end",
         "Every replica is full, or none comes: more are needed.",
     ),
+    _Alert(
+        "PenstockGatewayStoreFails", "warning", "5m",
+        "increase(penstock_gateway_store_failures_total{GATEWAY}[10m]) > 0",
+        "The store does not take what a gateway counts",
+        "{{ $labels.instance }} keeps it in memory and tries again; tenants with limits get 503.",
+    ),
 )  # fmt: skip
 
 

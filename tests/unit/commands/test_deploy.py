@@ -51,8 +51,21 @@ def test_every_secret_that_a_pod_needs_is_told(tmp_path: Path, capsys: pytest.Ca
 def test_options_that_the_cluster_decides_are_said_to_be_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("--out", str(tmp_path), "--port", "9000") == 0
+    config = tmp_path / "penstock.toml"
+    config.write_text("port = 9000\n")  # for `penstock serve`, which reads the same file
+    assert run("--out", str(tmp_path), "--config", str(config)) == 0
     assert "Left out, because the cluster decides: --port" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", ["--port=80", "--host=10.0.0.1", "--admin-listen=127.0.0.1:9", "--cache-dir=/x"])
+def test_an_address_that_the_command_names_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str
+) -> None:
+    assert run("--out", str(tmp_path / "out"), given) == 2
+    error = capsys.readouterr().err
+    assert given.partition("=")[0] in error
+    assert "leave it out" in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_store_is_to_be_named_as_a_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

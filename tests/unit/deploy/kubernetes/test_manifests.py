@@ -235,11 +235,41 @@ def test_compose_listens_on_loopback_only_and_knows_secrets_as_files():
     assert all(secret["file"].startswith("./secrets/") for secret in document["secrets"].values())
 
 
+def test_compose_gives_each_server_gpus_of_its_own():
+    services = yaml.safe_load(bundle(smallest(replicas=3, gpus=2))["compose/compose.yaml"])["services"]
+    servers = {name: item for name, item in services.items() if name.startswith("server")}
+    numbers = [
+        number
+        for item in servers.values()
+        for device in item["deploy"]["resources"]["reservations"]["devices"]
+        for number in device["device_ids"]
+    ]
+    assert numbers == ["0", "1", "2", "3", "4", "5"]
+    first, *others = servers
+    assert (first, others) == ("server", ["server-2", "server-3"])
+    for name in others:  # found as the first is, and not started unless asked for: the machine may have fewer
+        assert servers[name]["networks"] == {"default": {"aliases": ["server"]}}
+        assert servers[name]["profiles"] == ["more-servers"]
+    assert "profiles" not in servers[first]
+
+
+def test_compose_without_gpus_has_one_service_that_can_be_scaled():
+    services = yaml.safe_load(bundle(smallest(replicas=3, gpus=0))["compose/compose.yaml"])["services"]
+    assert sorted(services) == ["gateway", "grafana", "prometheus", "server"]
+    assert "deploy" not in services["server"]
+
+
+def test_compose_says_how_all_its_users_can_read_their_secrets():
+    head = smallest_bundle()["compose/compose.yaml"].partition("name:")[0]
+    for words in ("chmod 700 secrets", "chmod 444 secrets/*", "10001, 65534 and 472"):
+        assert words in head
+
+
 def test_compose_gets_of_a_fleet_file_only_what_one_machine_has(tmp_path):
     mine = tmp_path / "mine.toml"
     mine.write_text(
         'policy = "round-robin"\n[discovery]\nkubernetes = [{ service = "x", port = "http" }]\n'
-        '[autoscaler.m]\nbackend = { kind = "kubernetes", deployment = "penstock" }\n'
+        '[autoscaler.smollm2-135m]\nbackend = { kind = "kubernetes", deployment = "penstock" }\n'
     )
     plan = make_plan(gather({}, environ={}), mine, {"gateway_scales": True, "gateways": 1})
     (tmp_path / "fleet.toml").write_text(bundle(plan)["compose/gateway/fleet.toml"])

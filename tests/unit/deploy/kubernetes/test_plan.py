@@ -133,15 +133,15 @@ def planned(folder: Path, fleet: str = "", *, deploy: str = "", **options: str):
     return make_plan(gather(options, environ={}, file=config), folder / "mine.toml", {})
 
 
-BACKEND = "[autoscaler.m]\nbackend = "
+BACKEND = "[autoscaler.smollm2-135m]\nbackend = "
 
 
 @pytest.mark.parametrize(
     ("fleet", "field", "instead"),
     [
-        (BACKEND + '{ kind = "local", serve = ["m"] }', "autoscaler.m.backend.kind", 'kind = "kubernetes"'),
-        (BACKEND + '{ kind = "kubernetes", deployment = "penstock" }', "autoscaler.m.backend.kind", "gateway_scales"),
-        (BACKEND + '{ kind = "ray" }', "autoscaler.m.backend.dashboard", "that pods reach"),
+        (BACKEND + '{ kind = "local", serve = ["m"] }', "autoscaler.smollm2-135m.backend.kind", 'kind = "kubernetes"'),
+        (BACKEND + '{ kind = "kubernetes", deployment = "penstock" }', "autoscaler.smollm2-135m.backend.kind", "gateway_scales"),
+        (BACKEND + '{ kind = "ray" }', "autoscaler.smollm2-135m.backend.dashboard", "that pods reach"),
         ('key_file = "/home/me/key"', "key_file", "give /etc/penstock/metrics/key"),
         ('replicas = [{ url = "http://10.0.0.1", key_file = "k" }]', r"replicas\[0\].key_file", "metrics/key"),
         ('discovery = { dns = [{ name = "x", port = 1, key_file = "k" }] }', r"dns\[0\].key_file", "metrics/key"),
@@ -158,13 +158,34 @@ def test_a_fleet_file_that_only_works_on_this_machine_is_refused(tmp_path, fleet
     assert instead in str(caught.value)
 
 
+SCALES = "gateway_scales = true\ngateways = 1"
+OURS = '{ kind = "kubernetes", deployment = "penstock" }'
+
+
+@pytest.mark.parametrize(
+    ("backend", "elsewhere"),
+    [(OURS, ""), ('{ kind = "external" }', ""), (OURS, 'replicas = [{ url = "http://10.0.0.1" }]\n')],
+)
+def test_an_autoscaler_of_a_model_that_the_servers_do_not_serve_is_refused(tmp_path, backend, elsewhere):
+    fleet = f'{elsewhere}[autoscaler."Qwen/Qwen3-8B"]\nbackend = {backend}'
+    options = {"model": "Qwen/Qwen3-8B", "served_name": "qwen"}
+    with pytest.raises(ConfigError, match=r"--fleet: autoscaler.Qwen/Qwen3-8B: .* \[autoscaler.\"qwen\"\]"):
+        planned(tmp_path, fleet, deploy=SCALES, **options)
+    planned(tmp_path, fleet, deploy=SCALES, model="Qwen/Qwen3-8B")
+
+
+def test_others_servers_may_be_scaled_by_others_under_any_name(tmp_path):
+    fleet = 'replicas = [{ url = "http://10.0.0.1" }]\n[autoscaler.theirs]\nbackend = { kind = "external" }'
+    assert planned(tmp_path, fleet).fleet.autoscaler
+
+
 def test_a_gateway_scales_the_deployment_that_it_may_scale(tmp_path):
     deploy = "gateway_scales = true\ngateways = 1"
     backend = '{ kind = "kubernetes", deployment = "%s" }'
     with pytest.raises(ConfigError, match="'other' is not usable; give penstock"):
         planned(tmp_path, BACKEND + backend % "other", deploy=deploy)
     plan = planned(tmp_path, BACKEND + backend % "penstock", deploy=deploy)
-    assert read_fleet(written(tmp_path, plan.gateway_files, "fleet.toml")).autoscaler["m"].backend["kind"]
+    assert read_fleet(written(tmp_path, plan.gateway_files, "fleet.toml")).autoscaler["smollm2-135m"].backend["kind"]
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,22 @@ def test_budgets_and_pools_are_of_pods_that_are_there(applied):
         assert pool["spec"]["endpointPickerRef"]["name"].endswith(PICKER)
 
 
+def test_a_node_can_be_emptied_of_servers_whatever_owns_them(applied):
+    """Of pods that no Deployment owns a cluster knows no number to take away from."""
+    budgets = {name: item["spec"] for name, item in applied.of("PodDisruptionBudget").items()}
+    settings = applied.plan.settings
+    server = budgets.pop(settings.name, None)
+    assert [item["maxUnavailable"] for item in budgets.values()] == [1]  # the gateways'
+    if not applied.of("RayService"):
+        assert server is not None
+        assert (server["maxUnavailable"], "minAvailable" in server) == (1, False)
+    elif settings.replicas < 2:
+        assert server is None
+    else:
+        assert server is not None
+        assert (server["minAvailable"], "maxUnavailable" in server) == (settings.replicas - 1, False)
+
+
 def test_prometheus_scrapes_servers_and_gateways_as_the_jobs_that_alerts_name(applied):
     (monitor,) = applied.of("PodMonitor").values()
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]

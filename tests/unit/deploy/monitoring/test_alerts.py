@@ -91,6 +91,7 @@ TROUBLE = {
         f"penstock_queue_seconds_count{{{SERVER}}}": "0+60x120",
     },
     "PenstockStoreFails": {f"penstock_store_failures_total{{{SERVER}}}": "0+1x120"},
+    "PenstockGatewayStoreFails": {f"penstock_gateway_store_failures_total{{{GATEWAY}}}": "0+1x120"},
     "PenstockReplicaEjected": {f'penstock_gateway_replica_ejections{{{GATEWAY}, replica="r"}}': "0+1x120"},
     "PenstockStreamsLost": {f'penstock_gateway_resumptions_total{{{GATEWAY}, outcome="lost"}}': "0+1x120"},
     "PenstockGatewayQueueLong": {f"penstock_gateway_waiting_requests{{{GATEWAY}}}": "3+0x120"},

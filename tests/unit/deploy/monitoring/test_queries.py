@@ -1,5 +1,6 @@
 """Alerts, triggers and dashboards: that they parse, say what the documentation says, and that the check can fail."""
 
+import json
 import re
 from pathlib import Path
 
@@ -127,7 +128,14 @@ def test_what_an_operator_must_know_of_has_an_alert():
         "PenstockNoReplicaReady",
         "PenstockCacheFull",
         "PenstockCacheCorrupted",
+        "PenstockStoreFails",
+        "PenstockGatewayStoreFails",
     }
+
+
+@pytest.mark.parametrize("metric", ["penstock_store_failures_total", "penstock_gateway_store_failures_total"])
+def test_a_store_that_fails_is_seen_on_the_dashboard_whoever_writes_to_it(metric):
+    assert f"increase({metric}{{" in json.dumps(dashboard(WATCHED))
 
 
 def test_a_budget_that_burns_is_seen_over_a_long_and_a_short_window():
