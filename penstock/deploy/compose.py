@@ -101,7 +101,7 @@ def _healthy(port: int, path: str, start: str) -> dict[str, Any]:
 
 
 def _servers(plan: Plan) -> dict[str, Any]:
-    """One that can be scaled or, on GPUs, a service for each with GPUs of its own: a number of them is always the first.
+    """One that can be scaled or, on GPUs, a service for each with GPUs of its own: a number would be the first ones.
 
     All are found by the name of the first.
     """

@@ -4,7 +4,7 @@ Knows nothing of how any of it is done.
 """
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -32,6 +32,8 @@ def read_fleet(file: Path | None, urls: Sequence[str] = (), policy: str | None =
     named = tuple(ReplicaEntry(url=url) for url in urls)
     for entry in named:
         _check_url("--replica", entry.url)
+    _check_different(config.replicas, named)
+    _check_aliases(config.aliases)
     _check_policy(f"{_OPTION} policy", config.policy)
     for model, section in config.models.items():
         _check_policy(f"{_OPTION} models.{model}.policy", section.policy)
@@ -94,8 +96,7 @@ def check_not_itself(config: FleetConfig, host: str, port: int) -> None:
     own |= _LOOPBACK if own & _LOOPBACK else set()
     for entry in config.replicas:
         parts = urlsplit(entry.url)
-        default = 443 if parts.scheme == "https" else 80
-        if parts.hostname in own and (parts.port or default) == port:
+        if parts.hostname in own and (parts.port or _default_port(parts.scheme)) == port:
             raise ConfigError("--replica", entry.url, "this is the gateway's own address: give the URLs of servers")
 
 
@@ -134,6 +135,29 @@ def _check_url(option: str, url: str) -> None:
     if "v1" in segments or (segments and segments[-1] in _OWN_PATHS):
         base = f"{parts.scheme}://{parts.netloc}"
         raise ConfigError(option, url[:200], f"leave out the path of its API, which the gateway adds: {base}")
+
+
+def _check_different(listed: Sequence[ReplicaEntry], named: Sequence[ReplicaEntry]) -> None:
+    """Raise where a server is there twice: what the second says of it would be lost."""
+    options = [f"{_OPTION} replicas[{number}].url" for number in range(len(listed))] + ["--replica"] * len(named)
+    seen: dict[object, str] = {}
+    for option, entry in zip(options, [*listed, *named], strict=True):
+        parts = urlsplit(entry.url)
+        place = parts.scheme, parts.hostname, parts.port or _default_port(parts.scheme), parts.path.rstrip("/")
+        if place in seen:
+            raise ConfigError(option, entry.url[:200], f"{seen[place]} is the same server: name it once")
+        seen[place] = option
+
+
+def _default_port(scheme: str) -> int:
+    return 443 if scheme == "https" else 80
+
+
+def _check_aliases(aliases: Mapping[str, str]) -> None:
+    for alias, model in aliases.items():
+        if model in aliases:
+            right = "this is an alias itself: give the name that replicas use"
+            raise ConfigError(f"{_OPTION} aliases.{alias}", model[:200], right)
 
 
 def _check_policy(option: str, name: str) -> None:

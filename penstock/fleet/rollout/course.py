@@ -161,5 +161,5 @@ def _doubt(rollout: Rollout, evidence: Evidence) -> str:
     what = f" of {', '.join(still_open)}" if still_open else ""
     return (
         f"after {rollout.gate.max_step_seconds:g} s and {evidence.candidate.requests} requests to the candidate "
-        f"it was not shown to be good enough{what}"
+        f"it was not shown to be good enough{what}" + (f"; {evidence.losses}" if evidence.losses else "")
     )

@@ -3,6 +3,7 @@
 Bounded however much is seen. Knows nothing of what follows from it.
 """
 
+import enum
 import math
 
 import msgspec
@@ -61,6 +62,23 @@ class Arm(msgspec.Struct, forbid_unknown_fields=True):
         self.time_per_token.merge(other.time_per_token)
 
 
+class Loss(enum.StrEnum):
+    """Why a copy of a request told nothing."""
+
+    KEY = "key"
+    FULL = "full"
+    CROWD = "crowd"
+    NO_REPLICA = "no_replica"
+
+
+_LOSSES = {
+    Loss.KEY: "refused for the gateway's key: the replicas' key_file must hold one with admin = true",
+    Loss.FULL: "refused by a replica that was full",
+    Loss.CROWD: "not sent: too many were under way (max_shadows)",
+    Loss.NO_REPLICA: "not sent: no replica of the version could take one",
+}
+
+
 class Evidence(msgspec.Struct, forbid_unknown_fields=True):
     """All that one step of a rollout has shown."""
 
@@ -74,6 +92,19 @@ class Evidence(msgspec.Struct, forbid_unknown_fields=True):
     divergences: int = 0  # answers in which one did
     # Of answers that both tell log-probabilities of: how far apart those of their tokens are, in the mean, in nats.
     logprob_distance: Histogram = msgspec.field(default_factory=Histogram)
+    lost_copies: dict[Loss, int] = {}
+
+    def lose(self, loss: Loss, count: int = 1) -> None:
+        self.lost_copies[loss] = self.lost_copies.get(loss, 0) + count
+
+    @property
+    def losses(self) -> str:
+        """How many copies told nothing, and why; empty where all did."""
+        if not self.lost_copies:
+            return ""
+        total = sum(self.lost_copies.values())
+        told = [f"{self.lost_copies[loss]} {text}" for loss, text in _LOSSES.items() if loss in self.lost_copies]
+        return f"{total} copies of requests told nothing: {'; '.join(told)}"
 
     def merge(self, other: "Evidence") -> None:
         self.stable.merge(other.stable)
@@ -84,6 +115,8 @@ class Evidence(msgspec.Struct, forbid_unknown_fields=True):
         self.compared_tokens += other.compared_tokens
         self.divergences += other.divergences
         self.logprob_distance.merge(other.logprob_distance)
+        for loss, count in other.lost_copies.items():
+            self.lose(loss, count)
 
 
 def merged(parts: list[Evidence]) -> Evidence:

@@ -36,6 +36,7 @@ def write_report(rollout: Rollout, evidence: Evidence | None = None) -> str:
                 f"next with {rollout.next_look} requests to each.",
                 "",
             ]
+            lines += [f"{evidence.losses}.", ""] if evidence.losses else []
         lines += _table(rollout.findings)
     return "\n".join(lines).rstrip() + "\n"
 

@@ -2,7 +2,8 @@
 
 A copy is sent when the caller's own answer has ended, with the gateway's key instead of the caller's, and marked, so
 that no tenant is charged. At most so many are under way, and so many bytes; beyond that copies are not made. Failures
-are told to whoever compares, and not held against the replica. Knows nothing of what is compared.
+and copies that tell nothing are told to whoever compares, and not held against the replica. Knows nothing of what is
+compared.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ import msgspec
 
 from penstock.fleet.replica import Replica, ReplicaPool
 from penstock.fleet.rollout.course import Rollout
+from penstock.fleet.rollout.evidence import Loss
 from penstock.fleet.rollout.trial import Trial
 from penstock.fleet.router.upstream import UPSTREAM_ERRORS, own_headers, target
 from penstock.protocol.frames import FRAMES_HEADER, BrokenFrames, FrameReader
@@ -32,6 +34,7 @@ _REFUSED_US = (401, 403)
 log = logging.getLogger("penstock.rollout")
 
 OnAnswer = Callable[[Trial], None]
+OnLoss = Callable[[Loss], None]
 
 
 class _Sampling(msgspec.Struct):
@@ -88,22 +91,25 @@ class Shadows:
         copy: ShadowCopy,
         rollout: Rollout,
         on_answer: OnAnswer,
+        on_loss: OnLoss,
         *,
         version: str | None = None,
         has_scores: bool = False,
     ) -> None:
         """Have a version, by default the candidate, answer a copy, unless that would be one too many.
 
-        `has_scores` says that the copy asks for log-probabilities. Returns at once.
+        One of the two is called once, `on_loss` where nothing is learnt of the version. `has_scores` says that the
+        copy asks for log-probabilities. Returns at once.
         """
         replica = self._choose(rollout.model, version or rollout.candidate)
         is_room = self.num_under_way < rollout.max_shadows and self._num_bytes + len(copy.body) <= _MAX_BYTES
         if replica is None or not is_room:
             self._count("dropped")
+            on_loss(Loss.NO_REPLICA if replica is None else Loss.CROWD)
             return
         self._num_bytes += len(copy.body)
         trial = Trial(replica.version, has_scores=has_scores)
-        task = asyncio.create_task(self._run(copy, replica, trial, on_answer))
+        task = asyncio.create_task(self._run(copy, replica, trial, on_answer, on_loss))
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._forget(done, copy))
 
@@ -125,7 +131,9 @@ class Shadows:
         self._tasks.discard(task)
         self._num_bytes -= len(copy.body)
 
-    async def _run(self, copy: ShadowCopy, replica: Replica, trial: Trial, on_answer: OnAnswer) -> None:
+    async def _run(
+        self, copy: ShadowCopy, replica: Replica, trial: Trial, on_answer: OnAnswer, on_loss: OnLoss
+    ) -> None:
         try:
             async with asyncio.timeout(max(_LEAST_SECONDS, _MOST_RATIO * copy.seconds)):
                 status = await self._answer(copy, replica, trial)
@@ -135,6 +143,7 @@ class Shadows:
         if status == 429 or status in _REFUSED_US:
             # It is full, or takes no copies from this gateway: nothing is learnt of its answers.
             self._count("refused")
+            on_loss(Loss.FULL if status == 429 else Loss.KEY)
             if status in _REFUSED_US and replica.url not in self._closed:
                 self._closed.add(replica.url)
                 message = "a replica takes no copies: its key_file must hold a key with admin = true"

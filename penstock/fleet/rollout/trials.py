@@ -5,7 +5,7 @@ Nothing here is waited for by a caller. Knows nothing of what follows from what 
 
 from penstock.fleet.replica import Replica
 from penstock.fleet.rollout.course import Rollout
-from penstock.fleet.rollout.evidence import Arm, Evidence
+from penstock.fleet.rollout.evidence import Arm, Evidence, Loss
 from penstock.fleet.rollout.scores import mean_distance
 from penstock.fleet.rollout.shadow import ShadowCopy, Shadows
 from penstock.fleet.rollout.split import VersionSplit, is_within
@@ -45,6 +45,7 @@ class Trials:
                 copy,
                 rollout,
                 lambda shadow: self._note_pair(rollout, trial, shadow, copy),
+                lambda loss: self._note_loss(rollout, loss),
                 has_scores=trial.has_scores,
             )
             if rollout.gate.asks_logprobs and not trial.has_scores:
@@ -61,28 +62,39 @@ class Trials:
     def _score(self, copy: ShadowCopy, rollout: Rollout) -> None:
         """Have both versions answer a copy with log-probabilities, one after the other: only these are compared."""
 
+        def lost(loss: Loss) -> None:
+            self._note_loss(rollout, loss)
+
         def go_on(shadow: Trial) -> None:
             if not shadow.has_failed:
                 self._shadows.send(
                     copy,
                     rollout,
                     lambda stable: self._note_scores(rollout, stable, shadow),
+                    lost,
                     version=rollout.stable,
                     has_scores=True,
                 )
 
-        self._shadows.send(copy, rollout, go_on, has_scores=True)
+        self._shadows.send(copy, rollout, go_on, lost, has_scores=True)
+
+    def _note_loss(self, rollout: Rollout, loss: Loss) -> None:
+        if self._is_current(rollout):
+            self.evidence_of(rollout).lose(loss)
+
+    def _is_current(self, rollout: Rollout) -> bool:
+        """Whether the step that something belongs to goes on."""
+        now = self._split.rollout_of(rollout.model)
+        return now is not None and now.epoch == rollout.epoch
 
     def _note_scores(self, rollout: Rollout, stable: Trial, shadow: Trial) -> None:
-        now = self._split.rollout_of(rollout.model)
         distance = mean_distance(stable.scores(), shadow.scores())
-        if distance is not None and now is not None and now.epoch == rollout.epoch:
+        if distance is not None and self._is_current(rollout):
             self.evidence_of(rollout).logprob_distance.add(distance)
 
     def _note_pair(self, rollout: Rollout, stable: Trial, shadow: Trial, copy: ShadowCopy) -> None:
-        now = self._split.rollout_of(rollout.model)
-        if now is None or now.epoch != rollout.epoch:
-            return  # the step it belongs to is over
+        if not self._is_current(rollout):
+            return
         evidence = self.evidence_of(rollout)
         _note(evidence.stable, stable)
         _note(evidence.candidate, shadow)

@@ -74,6 +74,16 @@ def test_a_file_and_the_command_line_add_up(tmp_path):
         ("autoscaler.m = {backend = {kind = 'external'}, warm_replicas = -1}", "warm_replicas"),
         ("autoscaler.m = {backend = {kind = 'external'}, target_utilization = 2.0}", "target_utilization"),
         ("autoscaler.m = {backend = {kind = 'external'}, interval_seconds = 0.0}", "interval_seconds"),
+        (
+            "replicas = [{url = 'http://a'}, {url = 'http://a'}]",
+            r"replicas\[1\].url: .* replicas\[0\].url is",
+        ),
+        (
+            "replicas = [{url = 'http://a'}, {url = 'http://A:80/', version = 'b'}]",
+            r"replicas\[1\].url: .* once",
+        ),
+        ("aliases = { a = 'b', b = 'c' }", "aliases.a: 'b' .* alias itself: give the name that replicas use"),
+        ("aliases = { a = 'a' }", "aliases.a: 'a' .* alias itself"),
         ("[[", "TOML"),
     ],
 )
@@ -82,6 +92,20 @@ def test_a_mistake_is_named(tmp_path, text, says):
     file.write_text(text)
     with pytest.raises(ConfigError, match=says):
         read_fleet(file)
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.1:8000", "http://10.0.0.1:8000/"])
+def test_a_replica_of_the_file_is_not_named_again_on_the_command_line(tmp_path, url):
+    file = tmp_path / "fleet.toml"
+    file.write_text(FILE)
+    with pytest.raises(ConfigError, match=r"--replica: .* --fleet replicas\[0\].url is the same server"):
+        read_fleet(file, [url])
+    with pytest.raises(ConfigError, match=r"--replica: .* --replica is the same server"):
+        read_fleet(None, ["http://a", "http://a"])
+
+
+def test_servers_behind_one_proxy_are_not_the_same():
+    assert len(read_fleet(None, ["http://proxy/a", "http://proxy/b", "https://proxy/a"]).replicas) == 3
 
 
 def test_the_file_in_the_document_is_right_and_says_the_defaults(tmp_path):

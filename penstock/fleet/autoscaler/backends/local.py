@@ -3,8 +3,8 @@
 A replica joins the pool when it says that it is ready. One that is to go is sent nothing more, finishes what it has
 from this gateway, and then gets SIGTERM, at which it drains whatever others sent it. None outlives the gateway,
 whatever ends that (`penstock.leash`). Where one ends before it was ever ready, the next are started one at a time, each
-after a longer pause, until one is. Where one is ready but of no use here, none is added. Knows nothing of how many there
-should be.
+after a longer pause, until one is. Where one is ready but of no use here, no other is added. Knows nothing of how
+many there should be.
 """
 
 import asyncio

@@ -3,7 +3,7 @@
 import random
 
 from penstock.fleet.rollout.course import go_on, start
-from penstock.fleet.rollout.evidence import Evidence
+from penstock.fleet.rollout.evidence import Evidence, Loss, merged
 from penstock.fleet.rollout.plan import RolloutSection
 from penstock.fleet.rollout.report import write_report
 from tests.unit.fleet.rollout.simulated_traffic import add_pairs
@@ -25,3 +25,19 @@ def test_it_shows_a_step_that_is_under_way():
     page = write_report(start("tiny", "b", RolloutSection(), None, now=0.0), evidence)
     assert "## shadow: under way" in page
     assert "3 requests to stable, 3 to b, 3 answers compared; looked at 0 times, next with 16 requests" in page
+
+
+def test_it_says_how_many_copies_told_nothing_and_why():
+    here, there = Evidence(), Evidence()
+    here.lose(Loss.KEY, 20)
+    there.lose(Loss.KEY)
+    there.lose(Loss.NO_REPLICA)
+    rollout = start("tiny", "b", RolloutSection(), None, now=0.0)
+    told = (
+        "22 copies of requests told nothing: 21 refused for the gateway's key: the replicas' key_file must hold one "
+        "with admin = true; 1 not sent: no replica of the version could take one"
+    )
+    assert f"\n{told}.\n" in write_report(rollout, merged([here, there]))
+    assert "told nothing" not in write_report(rollout, Evidence())
+    ended = go_on(rollout, merged([here, there]), now=rollout.gate.max_step_seconds)
+    assert ended.reason.endswith(f"good enough; {told}")

@@ -203,6 +203,13 @@ async def test_a_candidate_that_fails_or_hangs_is_nothing_to_the_caller(candidat
         assert (replica.num_in_flight, replica.breaker.num_ejections) == (0, 0)
 
 
+async def lost_copies(running):
+    """What all gateways are told of copies that told nothing."""
+    controller = running.gateway.rollouts.controller
+    await controller.look()
+    return (await controller.evidence_of(running.gateway.rollouts.split.rollout_of("tiny"))).lost_copies
+
+
 async def test_copies_are_bounded():
     section = msgspec.structs.replace(SECTION, max_shadows=3)
     async with two_versions(candidate=hang, section=section) as (running, _, other):
@@ -211,6 +218,7 @@ async def test_copies_are_bounded():
         await until(lambda: len(other.received) == 3)
         text = await (await running.client.get(f"{running.url}/metrics")).text()
         assert re.search(r'shadow_requests_total\{outcome="dropped"\} 7', text)
+        assert await lost_copies(running) == {"crowd": 7}
         assert len(other.received) == 3
 
 
@@ -234,6 +242,7 @@ async def test_a_candidate_that_does_not_take_the_gateways_key_is_named_once_and
         await settled(running)
         assert len(other.received) == 4
         assert rollouts.trials.evidence_of(rollouts.split.rollout_of("tiny")).candidate.requests == 0
+        assert await lost_copies(running) == {"key": 4}
         assert [record.message for record in caplog.records if "key_file" in record.message] == [
             "a replica takes no copies: its key_file must hold a key with admin = true"
         ]
