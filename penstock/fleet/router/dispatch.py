@@ -4,10 +4,11 @@ Tells a full fleet (429) from one that is not there (503). Knows nothing of HTTP
 """
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
 from penstock.errors import EngineUnavailable, Overloaded, UnknownModel
+from penstock.fleet.breaker import Standing
 from penstock.fleet.config import FleetConfig
 from penstock.fleet.replica import Replica, ReplicaPool
 from penstock.fleet.rollout.split import VersionSplit
@@ -82,6 +83,10 @@ class _Lane:
         """A request had its place for so long."""
         self.seconds_per_request = _smoothed(self.seconds_per_request, seconds)
 
+    def expected_wait(self, want: Hashable) -> float:
+        """Return how long one more of this want must wait if places go on to come free as they did; 0: nobody knows."""
+        return (self.room.num_wanting(want) + 1) * (self.seconds_per_release or 0.0)
+
     def forecast(self, now: float) -> float | None:
         """Return in how many seconds one more would have its turn; None where nobody has a place that could come free.
 
@@ -126,21 +131,25 @@ class Dispatcher:
     async def acquire(self, wish: Wish) -> Placement:
         """Return a place for a request. Raises UnknownModel, Overloaded or EngineUnavailable."""
         lane = self._lane(wish.query.model)
-        # Who comes now may not pass those who wait.
-        placement = None if len(lane.room) else self._place(lane, wish)
+        # Who comes now may not pass those who wait: what they leave none of them can use.
+        self.call_waiting()
+        placement = self._place(lane, wish)
         if placement is not None:
             return placement
         model, queue = wish.query.model, self._config.queue
-        is_there = any(replica.is_up for replica in self._eligible(wish.query))
-        if not is_there and not self._may_come(model):
-            raise UnknownModel(model, sorted(self._pool.models()))
+        is_there = self._is_there(wish)
+        if not is_there:
+            self._check_may_come(wish)
         seconds = queue.max_wait_seconds if is_there else queue.hold_seconds
         latest = wish.urgency.latest
         if latest is not None:
             seconds = min(seconds, latest - self._pool.clock())
+        # As it is now: should the versions' shares change meanwhile, some may wait a moment longer than they need.
+        want: Hashable = (self._split.versions_for(wish.query), wish.must_frame, wish.counted_here)
         # Only behind others, who keep the estimate fresh.
-        if is_there and len(lane.room) and self._expected_wait(lane) > seconds:
+        if is_there and lane.room.num_wanting(want) and lane.expected_wait(want) > seconds:
             raise self._overloaded(lane, model, f"a place is expected only after more than {max(0.0, seconds):.3g} s")
+        self._lanes.setdefault(model, lane)  # or nobody would call those who wait for a model that is not known yet
         try:
             return await lane.room.enter(
                 wish.query.tenant,
@@ -149,15 +158,19 @@ class Dispatcher:
                 lambda: self._place(lane, wish),
                 Placement.release,
                 latest=latest,
+                want=want,
             )
         except RoomFull:
             message = f"{queue.max_waiting_per_tenant} of your requests wait for a replica, which is the limit"
             raise self._overloaded(lane, model, message) from None
         except TimeoutError:
-            if any(replica.is_up for replica in self._eligible(wish.query)):
+            if self._is_there(wish):
                 message = f"every replica of the model stayed full for {max(0.0, seconds):.3g} s"
                 raise self._overloaded(lane, model, message) from None
             raise EngineUnavailable(self._lack(wish.query)) from None
+        finally:
+            if not (len(lane.room) or lane.held or self._is_known(model)):
+                self._lanes.pop(model, None)
 
     def on_release(self, model: str) -> None:
         """A request has ended: learn how fast they do, and call the next."""
@@ -166,12 +179,13 @@ class Dispatcher:
             lane.seconds_per_release = _smoothed(lane.seconds_per_release, now - lane.released_at)
         # Only while somebody waits do places become free as fast as they can.
         lane.released_at = now if len(lane.room) else None
-        lane.room.call_next()
+        self.call_waiting()
 
     def call_waiting(self) -> None:
         """Something about the replicas changed: look whether anybody who waits can be served."""
-        for lane in self._lanes.values():
-            lane.room.call_next()
+        for model, lane in list(self._lanes.items()):
+            if lane.room.call_next():
+                self._lanes[model] = self._lanes.pop(model)  # others that share its replicas come first next time
 
     def note_trouble(self, model: str, summary: str | None) -> None:
         """Take why replicas of a model that were asked for do not come, for those who wait for one; None: they do."""
@@ -190,10 +204,13 @@ class Dispatcher:
         lane = self._lanes.get(model)
         if lane is None:
             lane = _Lane(self._config.policy_of(model), self._config.queue.max_waiting_per_tenant)
-            # What nobody serves must not stay here: callers could make up any number of names.
-            if self._pool.serving(model) or model in self._config.models:
+            if self._is_known(model):
                 self._lanes[model] = lane
         return lane
+
+    def _is_known(self, model: str) -> bool:
+        """Whether a model's lane may stay: callers could make up any number of names."""
+        return bool(self._pool.serving(model)) or model in self._config.models
 
     def _place(self, lane: _Lane, wish: Wish) -> Placement | None:
         able = [
@@ -223,6 +240,25 @@ class Dispatcher:
             return f"no replica of this model is ready: {self._troubles[query.model]}; the gateway's log says why"
         return "no replica of this model is ready; try again in a few seconds"
 
+    def _is_there(self, wish: Wish) -> bool:
+        """Whether a replica is up that could take a request if it had a place."""
+        return any(replica.is_up and _can_go_on(replica, wish) for replica in self._eligible(wish.query))
+
+    def _check_may_come(self, wish: Wish) -> None:
+        """Raise where it makes no sense to wait for a replica, of which none is up."""
+        model = wish.query.model
+        if not self._may_come(model):
+            raise UnknownModel(model, sorted(self._pool.models()))
+        if not wish.must_frame or model in self._config.autoscaler:
+            return
+        # The caller of a stream sees silence: only a replica that has not just failed it is worth that.
+        if not any(
+            _can_go_on(replica, wish)
+            and not (replica.breaker.standing is Standing.EJECTED and replica.url in wish.avoid)
+            for replica in self._eligible(wish.query)
+        ):
+            raise EngineUnavailable("no replica that could go on with this stream is ready")
+
     def _may_come(self, model: str) -> bool:
         """Whether a model that no replica serves now is expected: declared, known before, or none was asked yet."""
         if model in self._config.models or model in self._config.aliases.values() or self._pool.serving(model):
@@ -234,11 +270,6 @@ class Dispatcher:
         told = [replica.seconds_until_free for replica in self._pool.serving(model) if replica.seconds_until_free > 0]
         forecast = lane.forecast(self._pool.clock()) or 0.0
         return Overloaded(message, retry_after_seconds=max(min(told, default=0.0), forecast))
-
-    @staticmethod
-    def _expected_wait(lane: _Lane) -> float:
-        """Return how long one more must wait if places go on to become free as they did; 0 where nobody knows."""
-        return (len(lane.room) + 1) * (lane.seconds_per_release or 0.0)
 
 
 def _smoothed(known: float | None, value: float) -> float:

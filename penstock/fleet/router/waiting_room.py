@@ -1,13 +1,14 @@
 """Where requests for one model wait while no replica can take them: bounded per tenant, fair between tenants.
 
-Who waits is served by priority, then tenants in turn, then of one tenant's the nearest deadline, then arrival. Knows
-nothing of replicas: what it hands out is whatever `place` gives.
+Who waits is served by priority, then tenants in turn, then of one tenant's the nearest deadline, then arrival; who
+cannot use what there is holds up nobody behind. Knows nothing of replicas: what it hands out is whatever `place` gives.
 """
 
 import asyncio
 import bisect
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -23,6 +24,7 @@ class _Ticket(Generic[T]):
     place: Callable[[], T | None]
     given: "asyncio.Future[T]"
     latest: float  # when it is worth nothing any more
+    want: Hashable
 
     def urgency(self) -> float:
         return self.latest
@@ -33,9 +35,14 @@ class WaitingRoom(Generic[T]):
         self._max_per_tenant = max_per_tenant
         # By priority, the highest served first; tenants of one priority in the order of their turns.
         self._queues: dict[int, dict[str, list[_Ticket[T]]]] = {}
+        self._wants: Counter[Hashable] = Counter()  # of those who wait
 
     def __len__(self) -> int:
-        return sum(len(queue) for tenants in self._queues.values() for queue in tenants.values())
+        return self._wants.total()
+
+    def num_wanting(self, want: Hashable) -> int:
+        """Return how many wait for the same."""
+        return self._wants[want]
 
     async def enter(
         self,
@@ -46,52 +53,71 @@ class WaitingRoom(Generic[T]):
         give_back: Callable[[T], None],
         *,
         latest: float | None = None,
+        want: Hashable = None,
     ) -> T:
         """Return what `place` gives as soon as it gives something and it is this request's turn.
 
-        `latest` is the moment, on whatever clock, at which a place is worth nothing any more. Raises RoomFull, or
+        `latest` is the moment, on whatever clock, at which a place is worth nothing any more. Requests of one `want` can
+        use the same: where `place` has nothing for one of them, the others are not asked. Raises RoomFull, or
         TimeoutError after so many seconds. What came too late is given back.
         """
-        given: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        ticket = _Ticket(place, given, math.inf if latest is None else latest)
-        tenants = self._queues.setdefault(priority, {})
-        if sum(len(queues.get(tenant, ())) for queues in self._queues.values()) >= self._max_per_tenant:
+        if sum(len(tenants.get(tenant, ())) for tenants in self._queues.values()) >= self._max_per_tenant:
             raise RoomFull
-        bisect.insort(tenants.setdefault(tenant, []), ticket, key=_Ticket.urgency)
+        given: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        ticket = _Ticket(place, given, math.inf if latest is None else latest, want)
+        queue = self._queues.setdefault(priority, {}).setdefault(tenant, [])
+        bisect.insort(queue, ticket, key=_Ticket.urgency)
+        self._wants[want] += 1
         self.call_next()
         try:
             async with asyncio.timeout(seconds):
                 return await given
         except BaseException:
-            if ticket.given.done() and not ticket.given.cancelled():
-                give_back(ticket.given.result())
+            if given.done() and not given.cancelled():
+                give_back(given.result())
             raise
         finally:
-            self._forget(priority, tenant, ticket)
+            self._remove(priority, tenant, ticket)
 
-    def call_next(self) -> None:
-        """Give out what there is. Call it whenever something may have become free."""
+    def call_next(self) -> bool:
+        """Give out what there is; return whether anybody got something. Call it whenever something may be free."""
+        refused: set[Hashable] = set()
+        has_served = False
         for priority in sorted(self._queues, reverse=True):
-            tenants = self._queues[priority]
-            while tenants:
-                tenant = next(iter(tenants))
-                queue = tenants[tenant]
-                ticket = queue[0]
-                given = None if ticket.given.done() else ticket.place()
-                if given is None and not ticket.given.done():
-                    return  # nobody behind can be served either
-                del queue[0]
-                del tenants[tenant]
-                if queue:
-                    tenants[tenant] = queue  # behind the others
-                if given is not None:
-                    ticket.given.set_result(given)
+            while self._serve_one(priority, refused):
+                has_served = True
+        return has_served
 
-    def _forget(self, priority: int, tenant: str, ticket: _Ticket[T]) -> None:
-        queue = self._queues.get(priority, {}).get(tenant)
-        if queue is not None and ticket in queue:
-            queue.remove(ticket)
-            if not queue:
-                del self._queues[priority][tenant]
-        if not self._queues.get(priority, True):
+    def _serve_one(self, priority: int, refused: set[Hashable]) -> bool:
+        """Serve the first of a priority who can be; add to `refused` what there is nothing for."""
+        for tenant, queue in self._queues.get(priority, {}).items():
+            for ticket in queue:
+                if len(refused) == len(self._wants):
+                    return False
+                if ticket.want in refused or ticket.given.done():  # done: its caller has left
+                    continue
+                given = ticket.place()
+                if given is None:
+                    refused.add(ticket.want)
+                    continue
+                ticket.given.set_result(given)
+                self._remove(priority, tenant, ticket)
+                tenants = self._queues.get(priority, {})
+                if tenant in tenants:
+                    tenants[tenant] = tenants.pop(tenant)  # behind the others
+                return True
+        return False
+
+    def _remove(self, priority: int, tenant: str, ticket: _Ticket[T]) -> None:
+        """Let go of a ticket, if that was not done."""
+        queue = self._queues.get(priority, {}).get(tenant, [])
+        if ticket not in queue:
+            return
+        queue.remove(ticket)
+        self._wants[ticket.want] -= 1
+        if not self._wants[ticket.want]:
+            del self._wants[ticket.want]
+        if not queue:
+            del self._queues[priority][tenant]
+        if not self._queues[priority]:
             del self._queues[priority]

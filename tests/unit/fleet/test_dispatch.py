@@ -1,0 +1,249 @@
+"""Who gets which replica, and who waits, where requests want different ones."""
+
+import asyncio
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import EngineUnavailable, Overloaded
+from penstock.fleet.adapters.interface import ServedModel
+from penstock.fleet.config import AutoscalerSection, FleetConfig, ReplicaEntry
+from penstock.fleet.replica import ReplicaPool
+from penstock.fleet.router.dispatch import Dispatcher, Wish
+from penstock.fleet.router.query import RouteQuery, read_head
+from penstock.fleet.router.urgency import Urgency
+from tests.unit.fleet.conftest import QUICK, FakeClock
+
+QUEUE = msgspec.structs.replace(QUICK.queue, max_waiting_per_tenant=100, max_wait_seconds=60.0, hold_seconds=60.0)
+
+
+class Fleet:
+    """Replicas without servers, by name, each with one place unless it is said otherwise."""
+
+    def __init__(self, **config):
+        self.clock = FakeClock()
+        self.pool = ReplicaPool(QUICK.health, self.clock)
+        self.dispatcher = Dispatcher(FleetConfig(queue=QUEUE, **config), self.pool)
+        self.waiters = []
+
+    def add(self, name, *, version="stable", kind="penstock", models=("tiny",), max_in_flight=1):
+        entry = ReplicaEntry(url=f"http://{name}:80", version=version, kind=kind, max_in_flight=max_in_flight)
+        replica = self.pool.add("test", entry)
+        replica.models = tuple(map(ServedModel, models))
+        replica.breaker.on_probe(True)
+        return replica
+
+    async def ask(self, **wish):
+        """Let a request come; return its task, which is done where it need not wait."""
+        task = asyncio.create_task(self.dispatcher.acquire(a_wish(**wish)))
+        self.waiters.append(task)
+        await turn()
+        return task
+
+    async def end(self):
+        for task in self.waiters:
+            task.cancel()
+        await asyncio.gather(*self.waiters, return_exceptions=True)
+
+
+def a_wish(*, tenant="a", version=None, model="tiny", priority=0, **fields):
+    head = read_head(msgspec.json.encode({"model": model}))
+    query = RouteQuery(head, model=model, tenant=tenant, session=None, version=version)
+    return Wish(query, Urgency(priority=priority), **fields)
+
+
+async def turn():
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def fleet():
+    fleet = Fleet()
+    yield fleet
+    await fleet.end()
+
+
+async def test_who_waits_for_one_version_keeps_nobody_from_another(fleet):
+    fleet.add("stable")
+    other = fleet.add("other", version="b")
+    await fleet.ask()
+    waiting = await fleet.ask()
+    named = await fleet.ask(version="b")
+    assert not waiting.done()
+    assert named.result().replica is other
+
+
+async def test_a_place_goes_to_the_first_of_those_who_can_use_it(fleet):
+    fleet.add("stable")
+    other = fleet.add("other", version="b")
+    await fleet.ask()
+    held = (await fleet.ask(version="b")).result()
+    stable, first, second = await fleet.ask(), await fleet.ask(version="b"), await fleet.ask(version="b")
+    held.release()
+    await turn()
+    assert first.result().replica is other
+    assert not stable.done() and not second.done()
+
+
+async def test_who_comes_does_not_pass_those_who_wait_for_the_same_replica(fleet):
+    one = fleet.add("one")
+    await fleet.ask()
+    one.note_full(5.0)
+    waiting = await fleet.ask()
+    one.entry = msgspec.structs.replace(one.entry, max_in_flight=2)
+    fleet.clock.now += 6.0  # it has room again, and nobody has noticed
+    late = await fleet.ask(tenant="b")
+    assert waiting.done() and not late.done()
+
+
+async def test_models_that_share_a_replica_take_turns_on_it(fleet):
+    fleet.add("both", models=("tiny", "big"))
+    held = (await fleet.ask()).result()
+    tiny, big = await fleet.ask(), await fleet.ask(model="big")
+    other_tiny = await fleet.ask()
+    held.release()
+    await turn()
+    first, second = (tiny, big) if tiny.done() else (big, tiny)
+    first.result().release()
+    await turn()
+    assert second.done() and not other_tiny.done()
+
+
+async def test_a_stream_that_nobody_can_go_on_with_is_given_up_at_once_and_others_are_served(fleet):
+    dead, foreign = fleet.add("dead"), fleet.add("foreign", kind="vllm", max_in_flight=None)
+    dead.breaker.on_failure("it refuses connections", is_fatal=True)
+    stream = await fleet.ask(must_frame=True, avoid={dead.url})
+    assert isinstance(stream.exception(), EngineUnavailable)
+    assert (await fleet.ask()).result().replica is foreign
+
+
+async def test_a_stream_waits_for_a_full_replica_that_can_go_on_with_it_and_holds_up_nobody(fleet):
+    able, foreign = fleet.add("able"), fleet.add("foreign", kind="vllm")
+    held = (await fleet.ask(must_frame=True)).result()
+    stream = await fleet.ask(must_frame=True)
+    assert (await fleet.ask()).result().replica is foreign
+    held.release()
+    await turn()
+    assert stream.result().replica is able
+
+
+@pytest.mark.parametrize("trouble", ["not_ready", "ejected"])
+async def test_a_stream_is_held_for_a_replica_that_has_not_failed_it(fleet, trouble):
+    dead, away = fleet.add("dead"), fleet.add("away")
+    dead.breaker.on_failure("it refuses connections", is_fatal=True)
+    if trouble == "not_ready":
+        away.breaker.on_probe(False, "it starts")
+    else:
+        away.breaker.on_failure("it refuses connections", is_fatal=True)
+    stream = await fleet.ask(must_frame=True, avoid={dead.url})
+    assert not stream.done()
+    fleet.clock.now += 10.0
+    away.breaker.on_probe(True)
+    fleet.dispatcher.call_waiting()
+    await turn()
+    assert stream.result().replica is away
+
+
+async def test_a_stream_is_held_where_the_autoscaler_will_replace_its_replica():
+    fleet = Fleet(autoscaler={"tiny": AutoscalerSection(backend={"kind": "local"})})
+    dead = fleet.add("dead")
+    dead.breaker.on_failure("it refuses connections", is_fatal=True)
+    stream = await fleet.ask(must_frame=True, avoid={dead.url})
+    assert not stream.done()
+    fresh = fleet.add("fresh")
+    fleet.dispatcher.call_waiting()
+    await turn()
+    assert stream.result().replica is fresh
+    await fleet.end()
+
+
+async def test_a_request_is_held_for_a_model_of_which_nobody_has_heard_yet(fleet):
+    held = await fleet.ask()
+    other = await fleet.ask(model="other")
+    replica = fleet.add("first")
+    fleet.dispatcher.call_waiting()
+    await turn()
+    assert held.result().replica is replica
+    assert fleet.dispatcher.num_waiting_for("other") == 1
+    other.cancel()
+    await turn()
+    assert fleet.dispatcher.num_waiting == 0
+
+
+async def test_those_who_want_another_replica_do_not_make_a_wait_look_too_long(fleet):
+    fleet.add("stable")
+    fleet.add("other", version="b")
+    held = (await fleet.ask()).result()
+    (await fleet.ask(version="b")).result()
+    waiting = [await fleet.ask() for _ in range(20)]
+    for number in range(2):  # a place every five seconds: twenty would take longer than anybody may wait
+        fleet.clock.now += 5.0
+        held.release()
+        await turn()
+        held = waiting[number].result()
+    assert isinstance((await fleet.ask()).exception(), Overloaded)
+    assert not (await fleet.ask(version="b")).done()
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("ask"),
+            st.sampled_from("abc"),
+            st.sampled_from([None, "b", "c", "nobody"]),
+            st.integers(0, 1),
+            st.booleans(),
+        ),
+        st.tuples(st.just("release"), st.integers(0, 9)),
+        st.tuples(st.just("leave"), st.integers(0, 9)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(ACTIONS, st.lists(st.integers(1, 2), min_size=4, max_size=4))
+def test_nobody_waits_while_a_replica_that_he_may_have_has_room(actions, places):
+    asyncio.run(play(actions, places))
+
+
+async def play(actions, places):
+    """After whatever happened, no waiting request could be placed, and equal wishes were served in order."""
+    fleet = Fleet()
+    fleet.add("one", max_in_flight=places[0])
+    fleet.add("two", version="b", max_in_flight=places[1])
+    fleet.add("three", version="c", max_in_flight=places[2])
+    fleet.add("foreign", version="b", kind="vllm", max_in_flight=places[3])
+    asked = []  # (wish, task), in the order in which they came
+    left = set()
+    for name, *values in actions:
+        held = [task.result() for _, task in asked if task.done() and task not in left]
+        waiting = [task for _, task in asked if not task.done()]
+        if name == "ask":
+            tenant, version, priority, must_frame = values
+            wish = {"tenant": tenant, "version": version, "priority": priority, "must_frame": must_frame}
+            asked.append((wish, await fleet.ask(**wish)))
+        elif name == "release" and held:
+            placement = held[values[0] % len(held)]
+            placement.release()
+            left |= {task for _, task in asked if task.done() and task not in left and task.result() is placement}
+        elif name == "leave" and waiting:
+            task = waiting[values[0] % len(waiting)]
+            task.cancel()
+            left.add(task)
+        await turn()
+        still = [(wish, task) for wish, task in asked if not task.done()]
+        for wish, _ in still:
+            assert not any(may_have(wish, replica) and not replica.is_full for replica in fleet.pool)
+        for place, (wish, _) in enumerate(asked):
+            same = [task for other, task in asked[place:] if other == wish and task not in left]
+            assert [task.done() for task in same] == sorted((task.done() for task in same), reverse=True)
+    await fleet.end()
+
+
+def may_have(wish, replica):
+    is_version = replica.version in ("stable", wish["version"])
+    return is_version and (replica.adapter.can_frame or not wish["must_frame"])
