@@ -37,6 +37,8 @@ class FakeReplica:
     num_listeners: int = 0  # so far
     listened: asyncio.Event = field(default_factory=asyncio.Event)
 
+    _runner: web.AppRunner | None = None
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
@@ -82,6 +84,15 @@ class FakeReplica:
         await asyncio.sleep(60)
         return response
 
+    async def die(self) -> None:
+        """Refuse connections from now on, and cut those that there are, as a killed process does."""
+        assert self._runner is not None and self._runner.server is not None
+        for site in list(self._runner.sites):
+            await site.stop()
+        for handler in self._runner.server.connections:
+            if handler.transport is not None:
+                handler.transport.abort()
+
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["FakeReplica"]:
         app = web.Application()
@@ -95,6 +106,7 @@ class FakeReplica:
         app.router.add_post("/v1/{path:.+}", self._post)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
         await runner.setup()
+        self._runner = runner
         site = web.TCPSite(runner, "127.0.0.1", self.port)
         await site.start()
         self.port = runner.addresses[0][1]

@@ -35,7 +35,7 @@ from penstock.fleet.rollout.routes import rollout_routes
 from penstock.fleet.router.account import Account
 from penstock.fleet.router.admin import admin_routes, autoscaler_routes
 from penstock.fleet.router.connection import Connections, read_body
-from penstock.fleet.router.decisions import Decision, DecisionLog
+from penstock.fleet.router.decisions import ROUTE_HEADER, Decision, DecisionLog
 from penstock.fleet.router.dispatch import Dispatcher
 from penstock.fleet.router.downstream import ClientGone
 from penstock.fleet.router.file_proxy import PATTERN, FileProxy
@@ -58,6 +58,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 RECORD = web.RequestKey("record", RequestRecord)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _QUIET_ROUTES = frozenset({"/live", "/ready", "/metrics"})
+_ADMIN_PREFIX = "/admin/"
 _GONE_STATUS = 499  # for logs and metrics only
 _SESSION_HEADER = "x-session-id"
 _VERSION_HEADER = "x-penstock-version"
@@ -161,7 +162,7 @@ class _Routes:
         )  # fmt: skip
         decision = Decision(
             request_id=record.request_id, time=time.time(), tenant=caller.tenant, model=model,
-            policy="", replica="", reason="", attempts=0, waited_seconds=0.0,
+            policy=context.config.policy_of(model), replica="", reason="", attempts=0, waited_seconds=0.0,
         )  # fmt: skip
         try:
             response = await context.proxy.forward(
@@ -172,7 +173,17 @@ class _Routes:
             )  # fmt: skip
             decision.status = response.status
             return response
+        except PenstockError as error:
+            decision.refuse(str(error), time.monotonic() - record.arrival)
+            refusal = _error(request, error)
+            refusal.headers[ROUTE_HEADER] = decision.header()
+            decision.status = refusal.status
+            return refusal
+        except (ClientGone, asyncio.CancelledError):
+            decision.status = _GONE_STATUS
+            raise
         finally:
+            decision.error_code = record.error_code
             context.decisions.add(decision)
             context.metrics.observe(decision)
 
@@ -255,9 +266,10 @@ def _front_door(context: GatewayContext) -> Middleware:
         finally:
             context.connections.note_answered(request.transport)
             record.total_seconds = time.monotonic() - record.arrival
-            # Names of models that nobody serves would be labels without number.
-            known = record.model if context.pool.serving(record.model) else ""
-            context.metrics.requests.labels(known, str(record.status)).inc()
+            if not (record.path in _QUIET_ROUTES or record.path.startswith(_ADMIN_PREFIX)):
+                # Names of models that nobody serves would be labels without number.
+                known = record.model if context.pool.serving(record.model) else ""
+                context.metrics.requests.labels(known, str(record.status)).inc()
             if record.route not in _QUIET_ROUTES:
                 log_request(record)
 

@@ -12,6 +12,8 @@ from penstock.fleet.router.dispatch import Placement
 
 ROUTE_HEADER = "x-penstock-route"
 _MAX_KEPT = 512
+_MAX_REASON = 300  # characters
+_QUOTING = str.maketrans({'"': "'", ";": ","})  # what separates parts of the header
 
 
 class Decision(msgspec.Struct, kw_only=True):
@@ -22,9 +24,9 @@ class Decision(msgspec.Struct, kw_only=True):
     tenant: str
     model: str
     policy: str
-    replica: str
+    replica: str  # that answered, or failed it last; empty: it was sent to none
     version: str = DEFAULT_VERSION  # of the replica
-    reason: str
+    reason: str  # of the choice or, of what the gateway refused, of that
     attempts: int  # places it was sent to before its first byte, this one included
     waited_seconds: float  # in the gateway
     predicted_ttft_seconds: float | None = None
@@ -33,7 +35,8 @@ class Decision(msgspec.Struct, kw_only=True):
     cached_tokens: int | None = None  # of the caller's prompt, as the last replica that answered says
     prompt_tokens: int | None = None  # as it says too: without those of an answer that another began
     resumptions: int = 0  # replicas that failed in the middle and were replaced
-    status: int = 0
+    status: int = 500  # unless anything else is said: then something broke
+    error_code: str = ""  # also of a stream that was lost, behind a status of 200
 
     def take(self, placement: Placement) -> None:
         """Note where it goes now."""
@@ -43,8 +46,12 @@ class Decision(msgspec.Struct, kw_only=True):
         self.predicted_ttft_seconds = placement.choice.predicted_ttft_seconds
         self.predicted_cached_tokens = placement.choice.cached_tokens
 
+    def refuse(self, reason: str, waited_seconds: float) -> None:
+        """Note that the gateway itself refuses it."""
+        self.reason, self.waited_seconds = reason, waited_seconds
+
     def header(self) -> str:
-        parts = [f"replica={self.replica}", f"policy={self.policy}", f'reason="{self.reason}"']
+        parts = [f"replica={self.replica or 'none'}", f"policy={self.policy}", f'reason="{_plain(self.reason)}"']
         if self.version != DEFAULT_VERSION:
             parts.insert(1, f"version={self.version}")
         parts += [f"attempts={self.attempts}", f"waited_ms={self.waited_seconds * 1000:.1f}"]
@@ -57,6 +64,12 @@ class Decision(msgspec.Struct, kw_only=True):
         if self.cached_tokens is not None:
             parts.append(f"cached_tokens={self.cached_tokens}")
         return "; ".join(parts)
+
+
+def _plain(reason: str) -> str:
+    """Return a reason as it may stand in a header: a refusal's may quote what a caller sent."""
+    plain = "".join(character if character.isascii() and character.isprintable() else "?" for character in reason)
+    return plain.translate(_QUOTING)[:_MAX_REASON]
 
 
 class DecisionLog:

@@ -33,14 +33,14 @@ class GatewayMetrics:
         self._registry.register(_StoreCounters(counts))
         self._registry.register(_AutoscalerGauges(autoscalers))
         self.requests = Counter(
-            "penstock_gateway_requests", "Requests answered", ["model", "status"], registry=self._registry
+            "penstock_gateway_requests", "Requests of callers answered", ["model", "status"], registry=self._registry
         )
         self.retries = Counter(
             "penstock_gateway_retries", "Requests sent again before their first byte", registry=self._registry
         )
         self.resumptions = Counter(
             "penstock_gateway_resumptions",
-            "Streams whose replica failed: continued elsewhere, or lost",
+            "Streams whose replica failed: continued, or lost",
             ["outcome"],
             registry=self._registry,
         )

@@ -75,6 +75,20 @@ class _Exchange:
     refusal: ErrorReply | None = None  # of the replica that failed it last
     trial: Trial | None = None  # of the replica that has it, where versions are compared
 
+    def note_progress(self) -> None:
+        """The caller got something: whatever failed before that is forgotten."""
+        self.num_failures = 0
+        self.avoid.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Break:
+    """That a stream broke off."""
+
+    failed: Replica
+    why: str
+    seconds: float  # until it had a place again
+
 
 class Proxy:
     def __init__(
@@ -121,6 +135,7 @@ class Proxy:
                     exchange.account.refuse(exchange.record)
                     raise
                 exchange.account.fail(exchange.record, exchange.refusal.status)
+                exchange.decision.refuse(str(error), time.monotonic() - exchange.record.arrival)
                 # The replica's own refusal says more, but perhaps not when to try again.
                 exchange.refusal = _with_retry_after(exchange.refusal, reply_for(error))
                 return _error_response(exchange)
@@ -295,28 +310,24 @@ class Proxy:
         stream = FramedStream(downstream, sift, exchange.trial)
         reader = stream.reader
         if await stream.follow(placement, upstream):
-            exchange.num_failures = 0
+            exchange.note_progress()
         if exchange.trial is not None:
             stream.tell(exchange.trial)
         failure_events = b""
         while not reader.finished and exchange.num_failures < MAX_ATTEMPTS:
             placement.release()
             exchange.num_failures += 1
-            exchange.avoid = {placement.replica.url}
+            exchange.avoid.add(placement.replica.url)
             failure_events = reader.failure_events or failure_events
             reader.start_over()
             began = time.monotonic()
             other = await self._place_again(exchange)
             if other is None:
                 break
-            self._log.write(
-                "a stream goes on with another replica", level=logging.WARNING, replica=other.replica.name,
-                failed=placement.replica.name, reason=stream.why, tokens=stream.num_tokens,
-                placed_in_seconds=round(time.monotonic() - began, 3), request_id=exchange.record.request_id,
-            )  # fmt: skip
+            cause = _Break(placement.replica, stream.why, time.monotonic() - began)
             placement = other
             try:
-                await self._go_on(exchange, placement, stream)
+                await self._go_on(exchange, placement, stream, cause)
             finally:
                 placement.release()
         if not reader.finished:
@@ -327,14 +338,11 @@ class Proxy:
         urgency = dataclasses.replace(exchange.urgency, first_token_by=None)  # the caller has had it
         wish = Wish(exchange.query, urgency, exchange.avoid, must_frame=True, counted_here=exchange.is_counted_here)
         try:
-            placement = await self._dispatcher.acquire(wish)
+            return await self._dispatcher.acquire(wish)
         except PenstockError:
             return None
-        exchange.decision.resumptions += 1
-        exchange.decision.take(placement)
-        return placement
 
-    async def _go_on(self, exchange: _Exchange, placement: Placement, stream: FramedStream) -> None:
+    async def _go_on(self, exchange: _Exchange, placement: Placement, stream: FramedStream, cause: _Break) -> None:
         """Have a replica go on with a stream behind what the caller has seen."""
         has_begun = bool(stream.first_events)
         body = with_time_left(
@@ -355,12 +363,24 @@ class Proxy:
                     else:
                         note_refusal(placement.replica, upstream.status, code)
                     return
-                self._metrics.resumptions.labels("continued").inc()
+                self._note_moved(exchange, placement, stream, cause)
                 self._note_prompt(exchange, placement, upstream)
                 if await stream.follow(placement, upstream):
-                    exchange.num_failures = 0
+                    exchange.note_progress()
         except UPSTREAM_ERRORS as error:
             stream.why = note_failure(placement.replica, error)
+
+    def _note_moved(self, exchange: _Exchange, placement: Placement, stream: FramedStream, cause: _Break) -> None:
+        """Say that a stream goes on: the replica has answered."""
+        self._metrics.resumptions.labels("continued").inc()
+        exchange.decision.resumptions += 1
+        exchange.decision.take(placement)
+        has_moved = placement.replica is not cause.failed
+        self._log.write(
+            f"a stream goes on with {'another replica' if has_moved else 'the replica that broke it off'}",
+            level=logging.WARNING, replica=placement.replica.name, failed=cause.failed.name, reason=cause.why,
+            tokens=stream.num_tokens, placed_in_seconds=round(cause.seconds, 3), request_id=exchange.record.request_id,
+        )  # fmt: skip
 
     async def _end_with_error(
         self, exchange: _Exchange, failed: Replica, why: str, downstream: Downstream, events: bytes = b""

@@ -57,7 +57,7 @@ class WaitingRoom(Generic[T]):
     ) -> T:
         """Return what `place` gives as soon as it gives something and it is this request's turn.
 
-        `latest` is the moment, on whatever clock, at which a place is worth nothing any more. Requests of one `want` can
+        `latest` is the moment, on whatever clock, at which a place is worth nothing any more. Those of one `want` can
         use the same: where `place` has nothing for one of them, the others are not asked. Raises RoomFull, or
         TimeoutError after so many seconds. What came too late is given back.
         """
