@@ -83,11 +83,11 @@ class _Exchange:
 
 @dataclass(frozen=True, slots=True)
 class _Break:
-    """That a stream broke off."""
+    """That a stream broke off: on which replica, why and when."""
 
     failed: Replica
     why: str
-    seconds: float  # until it had a place again
+    at: float
 
 
 class Proxy:
@@ -313,21 +313,20 @@ class Proxy:
             exchange.note_progress()
         if exchange.trial is not None:
             stream.tell(exchange.trial)
-        failure_events = b""
+        failure_events, cause = b"", _Break(placement.replica, stream.why, time.monotonic())
         while not reader.finished and exchange.num_failures < MAX_ATTEMPTS:
             placement.release()
             exchange.num_failures += 1
             exchange.avoid.add(placement.replica.url)
             failure_events = reader.failure_events or failure_events
             reader.start_over()
-            began = time.monotonic()
             other = await self._place_again(exchange)
             if other is None:
                 break
-            cause = _Break(placement.replica, stream.why, time.monotonic() - began)
             placement = other
             try:
-                await self._go_on(exchange, placement, stream, cause)
+                if await self._go_on(exchange, placement, stream, cause):
+                    cause = _Break(placement.replica, stream.why, time.monotonic())
             finally:
                 placement.release()
         if not reader.finished:
@@ -342,8 +341,9 @@ class Proxy:
         except PenstockError:
             return None
 
-    async def _go_on(self, exchange: _Exchange, placement: Placement, stream: FramedStream, cause: _Break) -> None:
-        """Have a replica go on with a stream behind what the caller has seen."""
+    async def _go_on(self, exchange: _Exchange, placement: Placement, stream: FramedStream, cause: _Break) -> bool:
+        """Have a replica go on with a stream behind what the caller has seen; return whether it did."""
+        has_moved = False
         has_begun = bool(stream.first_events)
         body = with_time_left(
             stream.continuation(_body_of(exchange)),
@@ -357,29 +357,32 @@ class Proxy:
                     code = error_code(await read_error(upstream))
                     stream.why = f"it answered {upstream.status} {code}".rstrip()
                     if code == LimitReached.code:
-                        return  # the tenant's, and not the replica's
+                        return False  # the tenant's, and not the replica's
                     if upstream.status == 429:
                         self._dispatcher.note_full(placement.replica, retry_after_seconds(upstream.headers))
                     else:
                         note_refusal(placement.replica, upstream.status, code)
-                    return
+                    return False
+                has_moved = True
                 self._note_moved(exchange, placement, stream, cause)
                 self._note_prompt(exchange, placement, upstream)
                 if await stream.follow(placement, upstream):
                     exchange.note_progress()
         except UPSTREAM_ERRORS as error:
             stream.why = note_failure(placement.replica, error)
+        return has_moved
 
     def _note_moved(self, exchange: _Exchange, placement: Placement, stream: FramedStream, cause: _Break) -> None:
         """Say that a stream goes on: the replica has answered."""
         self._metrics.resumptions.labels("continued").inc()
         exchange.decision.resumptions += 1
         exchange.decision.take(placement)
-        has_moved = placement.replica is not cause.failed
+        is_other = placement.replica is not cause.failed
         self._log.write(
-            f"a stream goes on with {'another replica' if has_moved else 'the replica that broke it off'}",
+            f"a stream goes on with {'another replica' if is_other else 'the replica that broke it off'}",
             level=logging.WARNING, replica=placement.replica.name, failed=cause.failed.name, reason=cause.why,
-            tokens=stream.num_tokens, placed_in_seconds=round(cause.seconds, 3), request_id=exchange.record.request_id,
+            tokens=stream.num_tokens, after_seconds=round(time.monotonic() - cause.at, 3),
+            request_id=exchange.record.request_id,
         )  # fmt: skip
 
     async def _end_with_error(

@@ -157,6 +157,19 @@ async def test_a_stream_that_goes_on_where_it_broke_off_is_not_said_to_have_move
     assert not lines(caplog, "a stream goes on with another replica")
 
 
+async def test_a_stream_that_a_second_replica_refused_moved_from_the_first_to_the_third(caplog):
+    async with (
+        FakeReplica(answer=framed("a", "b", fails_after=1)).running() as first,
+        FakeReplica(answer=refuse(503, "engine_unavailable")).running() as second,
+        FakeReplica(answer=framed("a", "b"), metrics="penstock_total_running_requests 9\n").running() as third,
+        running_gateway(first, second, third) as running,
+    ):
+        while not (first.received and second.received):
+            await running.ask(stream=True)
+    (line,) = lines(caplog, "a stream goes on")
+    assert (line["failed"], line["replica"]) == (first.name, third.name)
+
+
 async def test_only_callers_requests_are_counted_as_such():
     async with FakeReplica(ready=503).running() as down, running_gateway(down) as running:
         for path in ("/live", "/ready", "/metrics", "/admin/replicas"):
