@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import InvalidParameter
+from penstock.protocol.voucher import Voucher
 from penstock.request import MAX_PRIORITY, NO_TARGETS, Targets
 
 # Whom requests count for where no keys are used.
@@ -76,6 +77,7 @@ class Caller(msgspec.Struct, frozen=True):
 
     tenant: str
     terms: KeyTerms = KeyTerms()
+    voucher: Voucher | None = None  # of the gateway that passed the request on, where it is one of ours
 
     def may_use(self, model: str) -> bool:
         return self.terms.models is None or model in self.terms.models
