@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from penstock.errors import InvalidParameter
-from penstock.protocol.voucher import Voucher
 from penstock.request import MAX_PRIORITY, NO_TARGETS, Targets
 
 # Whom requests count for where no keys are used.
@@ -70,6 +69,13 @@ class ApiKey(msgspec.Struct, frozen=True, omit_defaults=True):
     sha256: str
     terms: KeyTerms = KeyTerms()
     expires_at: float | None = None  # Unix time; the old secret of a rotated key
+
+
+class Voucher(msgspec.Struct, frozen=True):
+    """What a gateway on the same store says of a request that it passes on."""
+
+    asked_model: str  # as the caller named it, before the gateway's aliases
+    lease: str | None = None  # that the server which had it before holds for it
 
 
 class Caller(msgspec.Struct, frozen=True):

@@ -14,16 +14,11 @@ import hmac
 import re
 from urllib.parse import quote, unquote
 
-import msgspec
+from penstock.tenants import Voucher
 
 VOUCHER_HEADER = "x-penstock-gateway"
 _NONE = "none"
 _SHAPE = re.compile(r"([0-9a-f]{64}) (model=([^ ]{0,2000}) lease=([0-9A-Za-z.-]{1,128}))")
-
-
-class Voucher(msgspec.Struct, frozen=True):
-    asked_model: str
-    lease: str | None = None
 
 
 def sign_voucher(voucher: Voucher, secret: str, authorization: str | None) -> str:

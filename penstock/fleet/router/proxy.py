@@ -46,8 +46,9 @@ from penstock.fleet.router.urgency import Urgency, with_time_left
 from penstock.protocol.errors import ErrorReply, reply_for
 from penstock.protocol.frames import FRAMES_HEADER
 from penstock.protocol.prompt_note import PROMPT_HEADER, PromptNote, decode_note
-from penstock.protocol.voucher import VOUCHER_HEADER, Voucher, sign_voucher
+from penstock.protocol.voucher import VOUCHER_HEADER, sign_voucher
 from penstock.telemetry import RequestRecord
+from penstock.tenants import Voucher
 
 # Replicas that may fail a request in a row before it is given up: one that kills replicas must not kill them all.
 MAX_ATTEMPTS = 3

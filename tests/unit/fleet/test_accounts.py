@@ -13,12 +13,12 @@ from penstock.fleet.config import ReplicaEntry
 from penstock.metering.counts import StoreCounts
 from penstock.metering.tenancy import Tenancy
 from penstock.protocol.frames import FRAMES_HEADER, ChoiceTokens, frame, last_frame
-from penstock.protocol.voucher import VOUCHER_HEADER, Voucher, read_voucher, sign_voucher
+from penstock.protocol.voucher import VOUCHER_HEADER, read_voucher, sign_voucher
 from penstock.store.database import Database
 from penstock.store.keys import KeyStore
 from penstock.store.ledger import UsageLedger
 from penstock.store.schema import leases
-from penstock.tenants import ApiKey, KeyTerms, Limits
+from penstock.tenants import ApiKey, KeyTerms, Limits, Voucher
 from tests.fakes.fake_replica import FakeReplica
 from tests.unit.fleet.conftest import QUICK, running_gateway, until
 from tests.unit.server.sse import events_in

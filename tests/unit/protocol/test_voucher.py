@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.voucher import Voucher, read_voucher, sign_voucher
+from penstock.protocol.voucher import read_voucher, sign_voucher
+from penstock.tenants import Voucher
 
 LEASE = f"{'a' * 32}.2026-01-31.10.600"
 

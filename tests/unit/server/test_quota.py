@@ -13,13 +13,13 @@ import pytest
 from penstock.engine.messages import TokenEvent
 from penstock.errors import EngineFailed
 from penstock.protocol.frames import FRAMES_HEADER, FrameReader
-from penstock.protocol.voucher import VOUCHER_HEADER, Voucher, sign_voucher
+from penstock.protocol.voucher import VOUCHER_HEADER, sign_voucher
 from penstock.request import FinishReason
 from penstock.store.database import Database
 from penstock.store.key_ring import load_keys
 from penstock.store.ledger import UsageLedger
 from penstock.store.quotas import Lease, Need, QuotaStore, Spent, settle
-from penstock.tenants import SHADOW_HEADER, SHADOW_TENANT, Caller, KeyTerms, Limits
+from penstock.tenants import SHADOW_HEADER, SHADOW_TENANT, Caller, KeyTerms, Limits, Voucher
 from tests.unit.server.conftest import Service, listening, running_service, until
 from tests.unit.server.sse import events_in
 
