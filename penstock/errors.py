@@ -123,6 +123,17 @@ class UnknownModel(RequestError):
         super().__init__(f"model {model[:200]!r} is not served here; {others}", param="model")
 
 
+class UnusableAlias(RequestError):
+    code = UnknownModel.code
+
+    def __init__(self, alias: str) -> None:
+        super().__init__(
+            f"your API key allows {alias[:200]!r} as an alias only, and servers that do not share the gateway's store "
+            "know no aliases: ask who runs it to give them its --store, or your key the model's own name",
+            param="model",
+        )
+
+
 class ContextTooLong(RequestError):
     code = "context_length_exceeded"
 

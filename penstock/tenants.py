@@ -71,11 +71,19 @@ class ApiKey(msgspec.Struct, frozen=True, omit_defaults=True):
     expires_at: float | None = None  # Unix time; the old secret of a rotated key
 
 
+class Voucher(msgspec.Struct, frozen=True):
+    """What a gateway on the same store says of a request that it passes on."""
+
+    asked_model: str  # as the caller named it, before the gateway's aliases
+    lease: str | None = None  # that the server which had it before holds for it
+
+
 class Caller(msgspec.Struct, frozen=True):
     """Who sent a request, and on what terms."""
 
     tenant: str
     terms: KeyTerms = KeyTerms()
+    voucher: Voucher | None = None  # of the gateway that passed the request on, where it is one of ours
 
     def may_use(self, model: str) -> bool:
         return self.terms.models is None or model in self.terms.models

@@ -68,6 +68,7 @@ async def _serve(config: ServerConfig, fleet: FleetConfig, listener: socket.sock
         tenancy.ring,
         meter=meter,
         store=tenancy.store_identity,
+        fleet_secret=tenancy.fleet_secret,
         counts=counts,
         max_body_bytes=config.max_body_bytes,
         rollout_book=RolloutStore(database) if database is not None else None,

@@ -59,6 +59,7 @@ class Gateway:
         *,
         meter: Meter | None = None,
         store: str | None = None,
+        fleet_secret: str | None = None,
         counts: StoreCounts | None = None,
         max_body_bytes: int = 8 * 1024 * 1024,
         limits: ConnectionLimits | None = None,
@@ -67,7 +68,8 @@ class Gateway:
     ) -> None:
         """`meter` counts what goes to servers that do not count themselves, and `counts` is what it tells of that.
 
-        `store` is the identity of the store that it counts in: servers on the same one count for themselves.
+        `store` is the identity of the store that it counts in: servers on the same one count for themselves,
+        and know by its secret, `fleet_secret`, what this gateway vouches for.
         """
         self._config = config
         self._replica_environment = replica_environment or {}
@@ -95,7 +97,7 @@ class Gateway:
             introductions=introductions,
             monitor=self.monitor,
             dispatcher=dispatcher,
-            proxy=Proxy(self._session, dispatcher, metrics, self.rollouts.trials),
+            proxy=Proxy(self._session, dispatcher, metrics, self.rollouts.trials, fleet_secret),
             files=FileProxy(self._session, self.pool, limits),
             connections=Connections(Crowd(limits, metrics.count_cut)),
             metrics=metrics,

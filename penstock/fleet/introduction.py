@@ -62,6 +62,16 @@ class Introductions:
             return "none"
         return "shared" if replica.identity.store == self._store else "other"
 
+    def heeds_asked_name(self, replica: Replica) -> bool:
+        """Whether a replica leaves it to this gateway which model a caller's alias stands for.
+
+        One on the same store believes what the gateway vouches for, and one without keys asks nobody who he is. Any
+        other looks for the model's own name among those that the caller's key may use.
+        """
+        if not replica.adapter.counts_usage or self.store_of(replica) == "shared":
+            return True
+        return replica.identity is not None and not replica.identity.has_keys
+
     @property
     def _counts(self) -> bool:
         """Whether there are tenants whose limits this gateway could keep."""

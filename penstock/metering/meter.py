@@ -17,7 +17,7 @@ from penstock.protocol.errors import CATALOGUE
 from penstock.request import Tier
 from penstock.store.buckets import Bucket
 from penstock.store.ledger import day_of
-from penstock.store.quotas import RENEW_SECONDS, Lease, Need, QuotaStore, Refusal, Spent
+from penstock.store.quotas import RENEW_SECONDS, Lease, Need, QuotaStore, Refusal, Spent, Ticket
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller, Usage
 
@@ -29,28 +29,37 @@ _MAX_WAIT_SECONDS = 1.0
 class Charge:
     """One admitted request's account. Close it once, whatever became of the request."""
 
-    def __init__(self, meter: "Meter", tenant: str, model: str, lease: Lease | None) -> None:
+    def __init__(self, meter: "Meter", caller: Caller, model: str, lease: Lease | None) -> None:
         self.headers = rate_limit_headers(lease.standing) if lease is not None else {}
         self._meter = meter
-        self._tenant = tenant
+        self._tenant = caller.tenant
+        # Only a gateway that vouches for its requests may take a lease elsewhere: any other caller could hold on to
+        # the answer that it belongs to.
+        self._may_move = caller.voucher is not None
         self._model = model
         self._lease = lease
         self._written: asyncio.Future[None] | None = None
 
     @property
-    def lease_id(self) -> str | None:
+    def ticket(self) -> str | None:
         """What another server may go on with this request by."""
-        return self._lease.id if self._lease is not None else None
+        return str(self._lease.ticket) if self._lease is not None and self._may_move else None
 
-    def leave_lease(self, record: RequestRecord) -> None:
-        """Book a failure alone: whoever goes on with the answer takes the lease over and books all of it.
+    def leave(self, record: RequestRecord) -> None:
+        """Close it for an answer that another server is to go on with, and to book whole.
 
-        Where nobody does, the lease runs out.
+        What moves is not booked here; where nobody takes its lease over, that runs out. What may not move will be
+        another request: this one's limits are settled, and a failure alone is booked.
         """
-        if self._written is None:
+        if self._written is not None:
+            return
+        if self._may_move:
             self._meter.forget(self._lease)
+            self._written = self._meter.book(None, None)
+        else:
             failed = dataclasses.replace(record, output_tokens=0)
-            self._written = self._meter.book(usage_of(failed, self._tenant, self._model), None)
+            usage = usage_of(failed, self._tenant, self._model)
+            self._written = self._meter.book(usage, _settlement(self._lease, record))
 
     def close(self, record: RequestRecord) -> None:
         """Book the outcome that the record tells of. Only the first time counts."""
@@ -94,16 +103,18 @@ class Meter:
         self._books = books
         self._held: dict[str, str] = {}  # tenants by the ids of leases
 
-    async def admit(self, caller: Caller, model: str, need: Need, *, instead_of: str | None = None) -> Charge:
-        """Reserve what a request may use. Raises LimitReached, LimitTooSmall or StoreUnavailable.
+    async def admit(self, caller: Caller, model: str, need: Need) -> Charge:
+        """Reserve what a request may use, or take over what a server which failed had reserved for it.
 
-        `instead_of` is the lease of an answer that a server which failed has begun.
+        Raises LimitReached, LimitTooSmall or StoreUnavailable.
         """
         if not caller.terms.limits.are_metered:
-            return Charge(self, caller.tenant, model, None)
+            return Charge(self, caller, model, None)
         if self._quotas is None:
             raise StoreUnavailable("this key has limits, and the server was started without a store to count in")
         loop = asyncio.get_running_loop()
+        lease = caller.voucher.lease if caller.voucher is not None else None
+        instead_of = Ticket.parse(lease) if lease is not None else None
         outcome = await loop.run_in_executor(self._thread, self._quotas.admit, caller, need, instead_of)
         if isinstance(outcome, Refusal):
             if need.tier is Tier.ONLINE:  # a batch only waits
@@ -117,11 +128,15 @@ class Meter:
             )
         if outcome.tier is Tier.ONLINE:
             self._held[outcome.id] = outcome.tenant
-        return Charge(self, caller.tenant, model, outcome)
+        return Charge(self, caller, model, outcome)
 
     def book_refusal(self, tenant: str, model: str) -> None:
         """Note a request that got no answer for a limit or a full queue."""
         self.book(Usage(tenant=tenant, model=model, day=day_of(time.time()), refused=1), None)
+
+    def book_error(self, tenant: str, model: str) -> None:
+        """Note a request whose answer was lost on its way."""
+        self.book(Usage(tenant=tenant, model=model, day=day_of(time.time()), errors=1), None)
 
     def forget(self, lease: Lease | None) -> None:
         """Renew a lease no more."""

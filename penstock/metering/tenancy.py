@@ -60,6 +60,11 @@ class Tenancy:
         """The store's, by which two servers tell whether they share it."""
         return self.database.identity if self.database is not None else None
 
+    @property
+    def fleet_secret(self) -> str | None:
+        """The store's, by which servers and gateways that share it know each other."""
+        return self.database.fleet_secret if self.database is not None else None
+
     def start(self) -> None:
         """Begin to follow the keys and to keep leases."""
         if self._source is not None:

@@ -1,8 +1,9 @@
 """Streams that a gateway can carry on elsewhere: server-sent events in frames that tell their tokens.
 
 A gateway asks for them with the header `x-penstock-frames: SEED`, and a stream that has them answers with the same
-header, which tells the lease that the request holds on its tenant's limits, or none. Each frame is a comment line,
-which any reader of server-sent events skips, and the events behind it:
+header. To a gateway that vouches for the request (`protocol.voucher`) that tells the lease which it holds on its
+tenant's limits; to anybody else, none. Each frame is a comment line, which any reader of server-sent events skips, and
+the events behind it:
 
     : LENGTH 12,13\\n          LENGTH bytes of events follow, made of these tokens of the first choice
     : LENGTH 14;2:15,16.\\n    of several choices; with the full stop, the third has ended

@@ -73,7 +73,6 @@ class ContinueFrom(WireModel):
         min_length=1, max_length=MAX_CONTINUED, description="The tokens they told, all of them, for each choice"
     )
     ended: list[int] | None = Field(None, description="The choices that had ended, by index")
-    lease: str | None = Field(None, max_length=64, description="What the stream's x-penstock-frames told")
 
 
 class GenerationRequest(WireModel):

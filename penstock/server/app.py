@@ -56,7 +56,7 @@ def _assemble(context: ServerContext, endpoints: list[Endpoint], keys: KeyRing) 
     for endpoint in endpoints:
         app.add_api_route(
             endpoint.path,
-            GuardedHandler(endpoint, keys),
+            GuardedHandler(endpoint, keys, context.tenancy.fleet_secret),
             methods=["GET", "HEAD"] if endpoint.method == "GET" else [endpoint.method],
             response_model=None,
             name=endpoint.path,

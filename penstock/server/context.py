@@ -52,7 +52,9 @@ class ServerContext:
         return [name for name in self.served_names if caller.may_use(name)]
 
     def check_model(self, name: str, caller: Caller) -> None:
-        if name not in self.models_for(caller):
+        """Raise UnknownModel unless a caller may use it, by its own name or by that which a gateway has for it."""
+        asked = caller.voucher.asked_model if caller.voucher is not None else name
+        if name not in self.served_names or not (caller.may_use(name) or caller.may_use(asked)):
             raise UnknownModel(name, self.models_for(caller))
 
     def terms(self, wanted: GenerationRequest, caller: Caller, record: RequestRecord, tier: Tier) -> Terms:

@@ -21,7 +21,6 @@ class Begun:
 
     token_ids: list[list[int]]
     ended: frozenset[int]
-    lease: str | None
 
     @property
     def indices(self) -> set[int]:
@@ -60,7 +59,7 @@ def check_continuation(
         prompt = prompts[index // wanted.num_choices]
         _check_choice(token_ids, index in ended, prompt, params, info)
     missing = num_choices - len(given.token_ids)
-    return Begun(given.token_ids + [[]] * missing, ended, given.lease)
+    return Begun(given.token_ids + [[]] * missing, ended)
 
 
 def _check_choice(

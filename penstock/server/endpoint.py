@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from penstock.errors import NotPermitted, RequestError
+from penstock.protocol.voucher import VOUCHER_HEADER, read_voucher
 from penstock.protocol.wire import WireModel
 from penstock.store.key_ring import KeyRing
 from penstock.telemetry import RequestRecord
@@ -53,15 +54,17 @@ class Endpoint:
 class GuardedHandler:
     """A route's handler behind its access check."""
 
-    def __init__(self, endpoint: Endpoint, keys: KeyRing) -> None:
+    def __init__(self, endpoint: Endpoint, keys: KeyRing, fleet_secret: str | None = None) -> None:
+        """Without the secret no gateway can vouch for anything."""
         self.endpoint = endpoint
         self._keys = keys
+        self._fleet_secret = fleet_secret
 
     async def __call__(self, request: Request) -> Response:
         record = record_of(request)
         record.route = self.endpoint.path
         if self.endpoint.access is not Access.PUBLIC:
-            caller = self._keys.identify(request.headers.get("authorization"))
+            caller = self._vouched(self._keys.identify(request.headers.get("authorization")), request)
             if SHADOW_HEADER in request.headers:
                 caller = _as_shadow(caller)
             record.tenant = caller.tenant
@@ -71,6 +74,13 @@ class GuardedHandler:
         if self.endpoint.query is not None:
             _check_query(request, self.endpoint.query)
         return await self.endpoint.handler(request)
+
+    def _vouched(self, caller: Caller, request: Request) -> Caller:
+        given = request.headers.get(VOUCHER_HEADER)
+        if given is None or self._fleet_secret is None:
+            return caller
+        voucher = read_voucher(given, self._fleet_secret, request.headers.get("authorization"))
+        return msgspec.structs.replace(caller, voucher=voucher)
 
 
 def _as_shadow(caller: Caller) -> Caller:

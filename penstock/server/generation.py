@@ -74,8 +74,7 @@ async def begin_answer(
     )
     # The engine knows the end of its own context, but not of a caller's.
     ends_itself = params.max_tokens is None and caller.terms.limits.longest_context is None
-    lease = begun.lease if begun is not None else None
-    charge = await context.tenancy.meter.admit(caller, record.model, need, instead_of=lease)
+    charge = await context.tenancy.meter.admit(caller, record.model, need)
     choices: list[Choice] = []
     try:
         for prompt, most in zip(prompts, most_tokens, strict=True):

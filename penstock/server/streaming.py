@@ -127,7 +127,7 @@ class AnswerResponse(Response):
     def _event_headers(self) -> list[tuple[bytes, bytes]]:
         if not self._framed:
             return _EVENT_HEADERS
-        return [*_EVENT_HEADERS, (FRAMES_HEADER.encode(), (self._answer.charge.lease_id or NO_LEASE).encode())]
+        return [*_EVENT_HEADERS, (FRAMES_HEADER.encode(), (self._answer.charge.ticket or NO_LEASE).encode())]
 
     async def _send_whole(self, send: Send) -> None:
         texts = await read_whole(self._answer, self._note_first_token)
@@ -138,9 +138,8 @@ class AnswerResponse(Response):
         reply = reply_for(error)
         self._record.error_code = reply.code
         if self._started and self._framed:
-            # Whoever goes on with the answer books all of it, on this one's lease.
             self._note_outcome()
-            self._answer.charge.leave_lease(self._record)
+            self._answer.charge.leave(self._record)
         await self._book_outcome()
         if self._started:
             event_body = b"data: %b\n\n" % reply.body

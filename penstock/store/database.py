@@ -21,7 +21,7 @@ from sqlalchemy.pool import QueuePool
 
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable
 from penstock.store.location import shown
-from penstock.store.schema import SCHEMA_VERSION, identity, metadata, state
+from penstock.store.schema import SCHEMA_VERSION, fleet_secret, identity, metadata, state
 
 Clock = Callable[[], float]
 
@@ -40,6 +40,7 @@ class Database:
         self._engine = engine
         self._clock = clock
         self.identity = ""  # unlike any other store's, and the same for everybody on this one
+        self.fleet_secret = ""  # by which servers and gateways on this store know each other
 
     @classmethod
     def open(cls, location: str, *, clock: Clock = time.time) -> "Database":
@@ -116,6 +117,7 @@ class Database:
             raise ConfigError("--store", shown(location), right)
         with self.reading() as connection:
             self.identity = str(connection.execute(select(identity.c.value)).scalar_one())
+            self.fleet_secret = str(connection.execute(select(fleet_secret.c.value)).scalar_one())
 
 
 def _bring_up_to_date(connection: Connection) -> int:
@@ -126,8 +128,9 @@ def _bring_up_to_date(connection: Connection) -> int:
         row = insert_into(connection, state, {"id": 1, "schema_version": SCHEMA_VERSION, "keys_version": 1})
         newer = {"schema_version": SCHEMA_VERSION}
         connection.execute(row.on_conflict_do_update(index_elements=["id"], set_=newer))
-        drawn = insert_into(connection, identity, {"id": 1, "value": secrets.token_hex(16)})
-        connection.execute(drawn.on_conflict_do_nothing(index_elements=["id"]))
+        for table, num_bytes in ((identity, 16), (fleet_secret, 32)):
+            drawn = insert_into(connection, table, {"id": 1, "value": secrets.token_hex(num_bytes)})
+            connection.execute(drawn.on_conflict_do_nothing(index_elements=["id"]))
         found = SCHEMA_VERSION
     return found
 

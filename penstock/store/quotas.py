@@ -2,10 +2,13 @@
 
 A request reserves its estimate when it is admitted and is settled with the truth when it ends: one transaction each.
 Between the two it holds a lease, which its process renews; what a killed process held runs out, and then its estimate
-stands. Settling takes the lease away, so that nothing is settled twice. Knows nothing of HTTP or the engine.
+stands. Settling takes the lease away, so that nothing is settled twice. A request that goes on elsewhere moves as it
+is: one lease ends where the next begins, and what was reserved is neither given back nor reserved again. Knows nothing
+of HTTP or the engine.
 """
 
 import math
+import re
 import uuid
 from collections.abc import Iterable, Mapping
 from itertools import groupby
@@ -15,7 +18,7 @@ from sqlalchemy import Connection, delete, func, insert, select, update
 
 from penstock.errors import LimitTooSmall
 from penstock.request import Tier
-from penstock.store.buckets import Bucket, InUse
+from penstock.store.buckets import DAY_SECONDS, Bucket, InUse
 from penstock.store.database import Database, insert_into
 from penstock.store.schema import leases, quotas
 from penstock.tenants import Caller, Limits
@@ -31,6 +34,7 @@ _MAX_ROWS = 1000  # in one statement
 _LEARNING_RATE = 0.1
 _BATCH_LIMIT = "tokens_per_day"
 _NOBODY = ""  # no tenant's name: the holder of leases that were taken over
+_TICKET = re.compile(r"([0-9a-f]{32})\.([0-9]{4}-[0-9]{2}-[0-9]{2})\.([0-9]{1,15})\.([0-9]{1,15})")
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +55,30 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int = 0
 
 
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request takes along to another server: its lease and what is reserved on it."""
+
+    lease_id: str
+    day: str
+    input_tokens: int
+    output_tokens: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Ticket | None":
+        found = _TICKET.fullmatch(text)
+        if found is None:
+            return None
+        return cls(lease_id=found[1], day=found[2], input_tokens=int(found[3]), output_tokens=int(found[4]))
+
+    def __str__(self) -> str:
+        return f"{self.lease_id}.{self.day}.{self.input_tokens}.{self.output_tokens}"
+
+    def covers(self, need: Need) -> bool:
+        """Whether no more was asked for than is reserved. An estimate is one, whatever comes of it."""
+        stated = need.most_output_tokens if need.output_is_stated else 0
+        return need.tier is Tier.ONLINE and need.input_tokens <= self.input_tokens and stated <= self.output_tokens
+
+
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """An admitted request's reservation."""
 
@@ -63,6 +91,10 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     num_answers: int
     tier: Tier
     standing: dict[str, Bucket]  # after the reservation, by the limit's name
+
+    @property
+    def ticket(self) -> Ticket:
+        return Ticket(lease_id=self.id, day=self.day, input_tokens=self.input_tokens, output_tokens=self.output_tokens)
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,37 +112,42 @@ class QuotaStore:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def admit(self, caller: Caller, need: Need, instead_of: str | None = None) -> Lease | Refusal:
+    def admit(self, caller: Caller, need: Need, instead_of: Ticket | None = None) -> Lease | Refusal:
         """Reserve what a request may use. Raises LimitTooSmall for one that no wait would let in.
 
-        Who goes on with an answer gives the lease of the server that began it, `instead_of` which this one is: it was
-        admitted then and is not refused now. What was reserved there stands, as it does for a process that was killed.
+        Who goes on with an answer gives the ticket of the server that had it, `instead_of` which this one is. Where
+        that lease is still held, and nothing more is asked for than is reserved on it, the request moves: it was
+        admitted then and is not refused now, and nothing is added. Else it is a request like any other. The ticket is
+        believed: take it from those only who are known not to let an answer run in two places.
         """
         limits = caller.terms.limits
-        _check_fits(limits, need)
         with self._database.writing() as connection:
             in_use = _lock(connection, caller.tenant, self._database)
             now = self._database.now(connection)
             is_set_back = now < in_use.at
             in_use.move_to(now, limits)
-            output_tokens = _estimate(limits, need, in_use.mean_output_tokens)
-            goes_on = instead_of is not None and _take_over(connection, caller.tenant, instead_of, in_use.at)
-            refusal = None if goes_on else _refusal(connection, caller, in_use, need, output_tokens)
-            if refusal is not None:
-                if is_set_back:  # or the buckets would leak again only when the clock has caught up
-                    _write(connection, caller.tenant, in_use)
-                return refusal
-            if need.tier is Tier.BATCH:
-                in_use.add_to_day(need.input_tokens + output_tokens, in_use.day)
+            if instead_of is not None and instead_of.covers(need) and _end_claim(connection, caller, instead_of, now):
+                day, input_tokens, output_tokens = instead_of.day, instead_of.input_tokens, instead_of.output_tokens
             else:
-                in_use.add(requests=1, input_tokens=need.input_tokens, output_tokens=output_tokens, day=in_use.day)
+                _check_fits(limits, need)
+                day, input_tokens = in_use.day, need.input_tokens
+                output_tokens = _estimate(limits, need, in_use.mean_output_tokens)
+                refusal = _refusal(connection, caller, in_use, need, output_tokens)
+                if refusal is not None:
+                    if is_set_back:  # or the buckets would leak again only when the clock has caught up
+                        _write(connection, caller.tenant, in_use)
+                    return refusal
+                if need.tier is Tier.BATCH:
+                    in_use.add_to_day(input_tokens + output_tokens, day)
+                else:
+                    in_use.add(requests=1, input_tokens=input_tokens, output_tokens=output_tokens, day=day)
             _write(connection, caller.tenant, in_use)
             lease = Lease(
                 id=uuid.uuid4().hex,
                 tenant=caller.tenant,
                 limits=limits,
-                day=in_use.day,
-                input_tokens=need.input_tokens,
+                day=day,
+                input_tokens=input_tokens,
                 output_tokens=output_tokens,
                 num_answers=need.num_answers,
                 tier=need.tier,
@@ -131,14 +168,14 @@ class QuotaStore:
                 expires_at = self._database.now(connection) + LEASE_SECONDS
                 rows = [{"id": lease, "tenant": tenant, "expires_at": expires_at} for lease, tenant in some]
                 renewed = insert_into(connection, leases, rows)
-                newer = {"expires_at": expires_at}
-                connection.execute(renewed.on_conflict_do_update(index_elements=["id"], set_=newer))
+                newer, still_theirs = {"expires_at": expires_at}, leases.c.tenant == renewed.excluded.tenant
+                connection.execute(renewed.on_conflict_do_update(index_elements=["id"], set_=newer, where=still_theirs))
 
 
 def settle(database: Database, connection: Connection, ended: Iterable[tuple[Lease, Spent]]) -> None:
     """Replace reservations by what was used, within the caller's transaction.
 
-    A lease that had run out is left as it was reserved.
+    A lease that had run out is left as it was reserved, and one that was taken over is its heir's to settle.
     """
     # Tenants in one order everywhere, so that no two writers wait for each other.
     by_tenant = sorted(ended, key=lambda item: item[0].tenant)
@@ -150,9 +187,15 @@ def settle(database: Database, connection: Connection, ended: Iterable[tuple[Lea
             if lease.tier is Tier.BATCH:
                 unused = lease.input_tokens + lease.output_tokens - spent.input_tokens - spent.output_tokens
                 in_use.add_to_day(-unused, lease.day)
-            elif connection.execute(delete(leases).where(leases.c.id == lease.id)).rowcount:
+            elif _end_lease(connection, lease):
                 _apply(in_use, lease, spent)
         _write(connection, tenant, in_use)
+
+
+def _end_lease(connection: Connection, lease: Lease) -> bool:
+    """Take a lease away; return whether it was still its tenant's."""
+    own = delete(leases).where(leases.c.id == lease.id, leases.c.tenant == lease.tenant)
+    return bool(connection.execute(own).rowcount)
 
 
 def _apply(in_use: InUse, lease: Lease, spent: Spent) -> None:
@@ -224,14 +267,15 @@ def _end_leases(connection: Connection, tenant: str, now: float) -> None:
     connection.execute(update(leases).where(own, leases.c.expires_at > latest).values(expires_at=latest))
 
 
-def _take_over(connection: Connection, tenant: str, lease_id: str, now: float) -> bool:
+def _end_claim(connection: Connection, caller: Caller, ticket: Ticket, now: float) -> bool:
     """End a tenant's claim to a lease; return whether it was still held. Each can be taken over once.
 
-    Its row stays, nobody's, until it runs out: a holder that lives all the same settles it, and cannot claim it again.
+    Its row stays for a day, nobody's: a holder that lives all the same can neither renew nor settle it any more.
     """
     connection.execute(delete(leases).where(leases.c.tenant == _NOBODY, leases.c.expires_at <= now))
-    held = update(leases).where(leases.c.id == lease_id, leases.c.tenant == tenant)
-    return bool(connection.execute(held.values(tenant=_NOBODY)).rowcount)
+    own = (leases.c.id == ticket.lease_id, leases.c.tenant == caller.tenant, leases.c.expires_at > now)
+    ended = update(leases).where(*own).values(tenant=_NOBODY, expires_at=now + DAY_SECONDS)
+    return bool(connection.execute(ended).rowcount)
 
 
 def _lock(connection: Connection, tenant: str, database: Database) -> InUse:

@@ -19,9 +19,9 @@ from sqlalchemy import (
     Text,
 )
 
-# 2: files and batches. 3: rollouts. 4: what gateways serve. 5: the store's identity. So far versions only added tables,
-# and an older store is given those it lacks.
-SCHEMA_VERSION = 5
+# 2: files and batches. 3: rollouts. 4: what gateways serve. 5: the store's identity. 6: the fleet's secret. So far
+# versions only added tables, and an older store is given those it lacks.
+SCHEMA_VERSION = 6
 
 _NAME = 64
 _ID = 64
@@ -40,6 +40,14 @@ state = Table(
 # One row: a random text by which servers tell whether they share a store, however each of them reaches it.
 identity = Table(
     "penstock_identity",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("value", String(_ID), nullable=False),
+)
+
+# One row: a random text that servers and gateways know each other by. It never leaves them.
+fleet_secret = Table(
+    "penstock_fleet_secret",
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=False),
     Column("value", String(_ID), nullable=False),
@@ -78,7 +86,7 @@ quotas = Table(
     Column("mean_output_tokens", Float(53)),  # of the tenant's answers; null before the first
 )
 
-# One row for each metered request under way.
+# One row for each metered request under way, and for a day one, nobody's, for each that was moved to another server.
 leases = Table(
     "penstock_leases",
     metadata,

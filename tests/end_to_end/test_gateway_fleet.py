@@ -1,6 +1,6 @@
 """Servers that register themselves with a gateway, on one store with keys: one fleet, whichever replica answers.
 
-The last test stops a replica.
+The test before the last stops a replica, and the last brings its own and ends them.
 """
 
 import json
@@ -14,7 +14,7 @@ from penstock.store.database import Database
 from penstock.store.keys import KeyStore
 from penstock.store.ledger import UsageLedger
 from penstock.tenants import KeyTerms, Limits
-from tests.fakes.gateway_process import MODEL, GatewayProcess, start_replica, write_simulated_model
+from tests.fakes.gateway_process import MODEL, GatewayProcess, kill_all, start_replica, write_simulated_model
 from tests.server_process import until
 
 QUESTION = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 7, "ignore_eos": True}
@@ -38,6 +38,15 @@ class Fleet:
         headers = self.headers(tenant)
         return httpx.post(f"{self.gateway.url}/v1/completions", json=QUESTION, headers=headers, timeout=60)
 
+    def stream(self, client, tenant):
+        """Begin a stream of 300 tokens; return it, its lines, and the replica that has it."""
+        body = {**QUESTION, "max_tokens": 300, "stream": True}
+        url, headers = f"{self.gateway.url}/v1/completions", self.headers(tenant)
+        response = client.send(client.build_request("POST", url, json=body, headers=headers), stream=True)
+        lines = response.iter_lines()
+        next(lines)
+        return response, lines, response.headers["x-penstock-route"].partition(";")[0]
+
     def client(self, tenant):
         return openai.OpenAI(base_url=f"{self.gateway.url}/v1", api_key=self.secrets[tenant], max_retries=0)
 
@@ -58,11 +67,16 @@ def fleet(tmp_path_factory):
         "operator": KeyTerms(admin=True),
         "alice": KeyTerms(),
         "limited": KeyTerms(limits=Limits(tokens_per_day=65)),
+        "alias-only": KeyTerms(models=("gpt-4o",)),
+        # Two answers of 303 tokens, and not three.
+        "SIGTERM": KeyTerms(limits=Limits(tokens_per_day=700, concurrent_requests=1)),
+        "SIGKILL": KeyTerms(limits=Limits(tokens_per_day=700, concurrent_requests=1)),
     }
     secrets = {name: keys.create(name, value) for name, value in terms.items()}
     database.close()
     (folder / "key").write_text(secrets["operator"])
-    (folder / "fleet.toml").write_text(f'key_file = "{folder / "key"}"\npolicy = "round-robin"\n')
+    aliases = f'aliases = {{ "gpt-4o" = "{MODEL}" }}\n'
+    (folder / "fleet.toml").write_text(f'key_file = "{folder / "key"}"\npolicy = "round-robin"\n{aliases}')
     model = write_simulated_model(folder)
     with GatewayProcess("--fleet", str(folder / "fleet.toml"), store=store) as gateway:
         gateway.wait_ready()
@@ -90,6 +104,14 @@ def test_a_limit_holds_through_the_gateway_and_is_counted_once(fleet):
     assert [fleet.ask("limited").status_code for _ in range(8)] == [200] * 6 + [429] * 2
     entry = fleet.ledger()["limited"]
     assert (entry.requests, entry.prompt_tokens, entry.output_tokens, entry.refused) == (6, 18, 42, 2)
+
+
+def test_a_key_that_allows_an_alias_only_can_use_it_and_only_through_the_gateway(fleet):
+    with fleet.client("alias-only") as client:
+        assert [model.id for model in client.models.list()] == ["gpt-4o"]
+        assert client.completions.create(model="gpt-4o", prompt=[5, 6], max_tokens=2).usage.completion_tokens == 2
+    direct = f"{fleet.servers[0].url}/v1/completions"
+    assert httpx.post(direct, json=QUESTION, headers=fleet.headers("alias-only")).status_code == 404
 
 
 def test_files_and_batches_work_whichever_replica_answers(fleet):
@@ -132,3 +154,34 @@ def test_a_server_that_stops_leaves_at_once_and_finishes_its_streams(fleet):
     assert leaver.process.wait(30) == 0
     metrics = httpx.get(f"{fleet.gateway.url}/metrics", headers=fleet.headers("operator")).text
     assert "penstock_gateway_resumptions_total{" not in metrics  # nothing was cut
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stream_that_moves_counts_once_against_its_limits_and_in_the_ledger(fleet, number, tmp_path):
+    tenant, variables = number.name, {"PENSTOCK_API_KEY": fleet.secrets["operator"]}
+    arguments = ("--gateway", fleet.gateway.url, "--drain-seconds", "1")
+    model = write_simulated_model(tmp_path)
+    with (
+        start_replica(model, *arguments, pace="3", store=fleet.store, variables=variables) as leaver,
+        httpx.Client(timeout=60) as client,
+    ):
+        leaver.wait_ready()
+        until(lambda: fleet.replicas().get(leaver.url) == "ready", 60, "its registration")
+        leaver_name = leaver.url.removeprefix("http://")
+        if leaver_name not in fleet.ask("alice").headers["x-penstock-route"]:
+            fleet.ask("alice")
+        fleet.ask("alice")  # by the other: the next is the leaver's
+        response, lines, replica = fleet.stream(client, tenant)
+        assert leaver_name in replica
+        if number == signal.SIGKILL:
+            kill_all(leaver)
+        else:
+            leaver.process.send_signal(number)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+        response.close()
+        again, lines, _ = fleet.stream(client, tenant)
+        assert again.status_code == 200
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+        again.close()
+    entry = fleet.ledger()[tenant]
+    assert (entry.requests, entry.prompt_tokens, entry.output_tokens, entry.errors) == (2, 6, 600, 0)

@@ -76,6 +76,11 @@ class Account:
         elif self._meter is not None:
             self._meter.book_refusal(self._caller.tenant, self._model)
 
+    def lose(self) -> None:
+        """Book that an answer which a replica had begun was lost: it left the account to whoever would go on."""
+        if self._charge is None and self._meter is not None:
+            self._meter.book_error(self._caller.tenant, self._model)
+
     def close(self, record: RequestRecord) -> None:
         """Book what is known, where nobody did before: the caller left, or something broke."""
         if self._charge is not None:

@@ -23,6 +23,7 @@ from penstock.errors import (
     RequestError,
     RouteNotFound,
     UnknownModel,
+    UnusableAlias,
     WrongMediaType,
 )
 from penstock.fleet.autoscaler.autoscaler import Autoscaler
@@ -151,8 +152,7 @@ class _Routes:
         body = await read_body(request, context.max_body_bytes, context.connections.limits)
         head = read_head(body)
         model = context.config.aliases.get(head.model, head.model)
-        if not (caller.may_use(head.model) or caller.may_use(model)):
-            raise UnknownModel(head.model, self._names_for(caller))
+        self._check_model(head.model, model, caller)
         if model != head.model:
             body = msgspec.json.encode({**msgspec.json.decode(body), "model": model})
         record.model, record.stream = model, bool(head.stream)
@@ -238,11 +238,23 @@ class _Routes:
         request[RECORD].tenant = caller.tenant
         return caller
 
+    def _check_model(self, asked: str, model: str, caller: Caller) -> None:
+        if self._may_use(asked, model, caller):
+            return
+        raise UnusableAlias(asked) if caller.may_use(asked) else UnknownModel(asked, self._names_for(caller))
+
+    def _may_use(self, name: str, model: str, caller: Caller) -> bool:
+        """Whether a caller may use a model by this name: where its key has no more than an alias, its replicas too."""
+        if caller.may_use(model):
+            return True
+        heeds = self._context.introductions.heeds_asked_name
+        return caller.may_use(name) and all(heeds(replica) for replica in self._context.pool.serving(model))
+
     def _names_for(self, caller: Caller) -> list[str]:
         served = self._context.pool.models()
         aliases = {alias: model for alias, model in self._context.config.aliases.items() if model in served}
         named = {**{name: name for name in served}, **aliases}
-        return sorted(name for name, model in named.items() if caller.may_use(name) or caller.may_use(model))
+        return sorted(name for name, model in named.items() if self._may_use(name, model, caller))
 
     def _describe(self, name: str) -> Model:
         model = self._context.pool.models().get(self._context.config.aliases.get(name, name))

@@ -31,7 +31,7 @@ class FramedStream:
         self.first_events = b""
         self.why = ""  # the last replica that failed did so
         self._first_at: float | None = None
-        self._lease = NO_LEASE  # that the newest replica holds for it
+        self.lease: str | None = None  # that the newest replica holds for it
         self._downstream = downstream
         self._sift = sift
         self._scored = trial if trial is not None and trial.has_scores else None
@@ -44,7 +44,8 @@ class FramedStream:
     async def follow(self, placement: Placement, upstream: aiohttp.ClientResponse) -> bool:
         """Pass frames on until the last, or until the replica fails; return whether any came."""
         breaker, reader, content = placement.replica.breaker, self.reader, upstream.content
-        self._lease = upstream.headers.get(FRAMES_HEADER, NO_LEASE)
+        told = upstream.headers.get(FRAMES_HEADER, NO_LEASE)
+        self.lease = told if told != NO_LEASE else None
         came = False
         try:
             while data := await content.readany():
@@ -76,6 +77,9 @@ class FramedStream:
         except BrokenFrames as error:
             self.why = str(error)
             breaker.on_failure(self.why)
+        finally:
+            if not reader.finished:
+                upstream.close()  # or the answer could run on there while another replica goes on with it
         return came
 
     def tell(self, trial: Trial) -> None:
@@ -97,7 +101,5 @@ class FramedStream:
         begun: dict[str, object] = {"id": head.id, "created": head.created, "token_ids": token_ids}
         if self.reader.ended_choices:
             begun["ended"] = self.reader.ended_choices
-        if self._lease != NO_LEASE:
-            begun["lease"] = self._lease
         document["continue_from"] = begun
         return msgspec.json.encode(document)

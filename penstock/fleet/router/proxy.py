@@ -46,7 +46,9 @@ from penstock.fleet.router.urgency import Urgency, with_time_left
 from penstock.protocol.errors import ErrorReply, reply_for
 from penstock.protocol.frames import FRAMES_HEADER
 from penstock.protocol.prompt_note import PROMPT_HEADER, PromptNote, decode_note
+from penstock.protocol.voucher import VOUCHER_HEADER, sign_voucher
 from penstock.telemetry import RequestRecord
+from penstock.tenants import Voucher
 
 # Replicas that may fail a request in a row before it is given up: one that kills replicas must not kill them all.
 MAX_ATTEMPTS = 3
@@ -92,12 +94,19 @@ class _Break:
 
 class Proxy:
     def __init__(
-        self, session: aiohttp.ClientSession, dispatcher: Dispatcher, metrics: GatewayMetrics, trials: Trials
+        self,
+        session: aiohttp.ClientSession,
+        dispatcher: Dispatcher,
+        metrics: GatewayMetrics,
+        trials: Trials,
+        fleet_secret: str | None = None,
     ) -> None:
+        """With the store's secret it vouches for what it sends to servers that share the store."""
         self._session = session
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._trials = trials
+        self._fleet_secret = fleet_secret
         self._log = EventLog(log, time.monotonic)
 
     async def forward(
@@ -209,7 +218,10 @@ class Proxy:
             self._metrics.estimated_usage.inc()
         await exchange.account.settle(exchange.record)
 
-    async def _open(self, exchange: _Exchange, placement: Placement, body: bytes) -> aiohttp.ClientResponse:
+    async def _open(
+        self, exchange: _Exchange, placement: Placement, body: bytes, lease: str | None = None
+    ) -> aiohttp.ClientResponse:
+        """Send a request; `lease` is what the replica that had it before holds for it."""
         replica = placement.replica
         headers = request_headers(
             exchange.request.headers, replica, exchange.record.request_id, has_keys=exchange.has_keys
@@ -218,6 +230,9 @@ class Proxy:
             headers[FRAMES_HEADER] = str(exchange.seed)
         if replica.adapter.can_frame:
             headers[PROMPT_HEADER] = "1"
+            if self._fleet_secret is not None:
+                voucher = Voucher(exchange.query.asked_model, lease)
+                headers[VOUCHER_HEADER] = sign_voucher(voucher, self._fleet_secret, headers.get("authorization"))
         url = target(replica, exchange.request.rel_url.raw_path)
         return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
 
@@ -330,6 +345,7 @@ class Proxy:
             finally:
                 placement.release()
         if not reader.finished:
+            exchange.account.lose()
             await self._end_with_error(exchange, placement.replica, stream.why, downstream, failure_events)
         return reader.finished
 
@@ -352,7 +368,7 @@ class Proxy:
             has_begun=has_begun,
         )
         try:
-            async with await self._open(exchange, placement, body) as upstream:
+            async with await self._open(exchange, placement, body, stream.lease) as upstream:
                 if upstream.status != 200 or upstream.headers.get(FRAMES_HEADER) is None:
                     code = error_code(await read_error(upstream))
                     stream.why = f"it answered {upstream.status} {code}".rstrip()

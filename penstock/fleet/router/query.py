@@ -84,6 +84,7 @@ class RouteQuery:
         self, head: RequestHead, *, model: str, tenant: str, session: str | None = None, version: str | None = None
     ) -> None:
         self.model = model  # as the replicas call it
+        self.asked_model = head.model  # as the caller does
         self.tenant = tenant
         self.version = version  # that the caller named
         self.adapter = head.adapter or ""

@@ -18,6 +18,7 @@ from penstock.fleet.replica import Replica
 from penstock.protocol.frames import FRAMES_HEADER
 from penstock.protocol.identity import IDENTITY_HEADER
 from penstock.protocol.prompt_note import PROMPT_HEADER
+from penstock.protocol.voucher import VOUCHER_HEADER
 
 # What a broken or missing replica raises.
 UPSTREAM_ERRORS = (aiohttp.ClientError, ConnectionError, asyncio.TimeoutError)
@@ -37,6 +38,7 @@ _NOT_SENT = frozenset(
         "content-length",
         "accept-encoding",
         "expect",
+        VOUCHER_HEADER,
     }
 )
 _FOR_GATEWAYS = frozenset({FRAMES_HEADER, PROMPT_HEADER, IDENTITY_HEADER})

@@ -79,10 +79,13 @@ async def running_gateway(
 ) -> AsyncIterator[Running]:
     entries = tuple(ReplicaEntry(url=replica.url, kind=kind, version=replica.version, **entry) for replica in replicas)
     config = msgspec.structs.replace(config, replicas=config.replicas + entries)
-    meter = store = None
+    meter = store = secret = None
     if tenancy is not None:
-        ring, meter, store = tenancy.ring, tenancy.meter, tenancy.store_identity
-    gateway = Gateway(config, ring, meter=meter, store=store, max_body_bytes=4096, limits=limits, rollout_book=book)
+        ring, meter, store, secret = tenancy.ring, tenancy.meter, tenancy.store_identity, tenancy.fleet_secret
+    gateway = Gateway(
+        config, ring, meter=meter, store=store, fleet_secret=secret,
+        max_body_bytes=4096, limits=limits, rollout_book=book,
+    )  # fmt: skip
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
     await gateway.start(listener, drain_seconds=0.5)

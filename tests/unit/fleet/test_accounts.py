@@ -13,11 +13,12 @@ from penstock.fleet.config import ReplicaEntry
 from penstock.metering.counts import StoreCounts
 from penstock.metering.tenancy import Tenancy
 from penstock.protocol.frames import FRAMES_HEADER, ChoiceTokens, frame, last_frame
+from penstock.protocol.voucher import VOUCHER_HEADER, read_voucher, sign_voucher
 from penstock.store.database import Database
 from penstock.store.keys import KeyStore
 from penstock.store.ledger import UsageLedger
 from penstock.store.schema import leases
-from penstock.tenants import ApiKey, KeyTerms, Limits
+from penstock.tenants import ApiKey, KeyTerms, Limits, Voucher
 from tests.fakes.fake_replica import FakeReplica
 from tests.unit.fleet.conftest import QUICK, running_gateway, until
 from tests.unit.server.sse import events_in
@@ -40,9 +41,9 @@ async def tenancy(tmp_path):
     await tenancy.close()
 
 
-def give_key(tenancy, **limits):
+def give_key(tenancy, models=None, **limits):
     store = KeyStore(tenancy.database)
-    secret = store.create("alice", KeyTerms(limits=Limits(**limits)))
+    secret = store.create("alice", KeyTerms(models=models, limits=Limits(**limits)))
     tenancy.ring.replace(store.load(), needs_keys=True)
     return {"authorization": f"Bearer {secret}"}
 
@@ -222,11 +223,11 @@ async def test_a_limit_is_kept_before_a_penstock_replica_that_does_not_share_the
     assert "--store" in line.getMessage()
 
 
-def word_frames(*words, breaks_at=None):
+def word_frames(*words, breaks_at=None, lease="none"):
     """Answer as a Penstock server: a word a token, and at the end what it cost where that was asked for."""
 
     async def answer(replica, request, body):
-        response = web.StreamResponse(headers={"content-type": "text/event-stream", FRAMES_HEADER: "none"})
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", FRAMES_HEADER: lease})
         await response.prepare(request)
         begun = len(body.get("continue_from", {}).get("token_ids", [[]])[0])
         for place, word in list(enumerate(words))[begun:]:
@@ -237,7 +238,8 @@ def word_frames(*words, breaks_at=None):
             await response.write(frame(b"data: %b\n\n" % json.dumps(document).encode(), ChoiceTokens(0, [place])))
             await asyncio.sleep(0.01)
         cost = {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": len(words)}}
-        told = b"data: %b\n\n" % json.dumps(cost).encode() if body["stream_options"]["include_usage"] else b""
+        wants_cost = body.get("stream_options", {}).get("include_usage")
+        told = b"data: %b\n\n" % json.dumps(cost).encode() if wants_cost else b""
         await response.write(last_frame(told + b"data: [DONE]\n\n"))
         return response
 
@@ -287,3 +289,83 @@ async def test_files_are_kept_only_by_replicas_on_the_gateways_store(tenancy):
         replica.identity = sharing(tenancy)
         await until(lambda: not running.gateway.pool.find(replica.url).is_counted_here)
         assert (await running.client.get(f"{running.url}/v1/files", headers=headers)).status == 200
+
+
+def vouched(tenancy, replica):
+    """Return what the gateway vouched for with each request, in turn."""
+    return [
+        read_voucher(headers[VOUCHER_HEADER], tenancy.fleet_secret, headers["authorization"])
+        for headers in replica.headers
+    ]
+
+
+@pytest.mark.parametrize("breaks_at", [0, 2])
+async def test_the_lease_of_a_stream_that_moves_goes_along_with_it(tenancy, breaks_at):
+    headers = give_key(tenancy, concurrent_requests=1)
+    words = ("a", "b", "c")
+    turns = iter([word_frames(*words, breaks_at=breaks_at, lease="lease-1"), word_frames(*words)])
+
+    async def answer(replica, request, body):
+        return await next(turns)(replica, request, body)
+
+    replicas = [FakeReplica(answer=answer, identity=sharing(tenancy)) for _ in range(2)]
+    async with replicas[0].running(), replicas[1].running(), running_gateway(*replicas, tenancy=tenancy) as running:
+        seen = events(await (await running.ask(headers, stream=True)).read())
+    assert [event["choices"][0]["text"] for event in seen[:-1]] == ["a", "b", "c"]
+    told = [voucher for replica in replicas for voucher in vouched(tenancy, replica)]
+    assert sorted(told, key=str) == [Voucher("tiny", "lease-1"), Voucher("tiny")]
+    assert booked(tenancy, "alice") is None  # the second replica's to book
+
+
+async def test_a_stream_that_nobody_goes_on_with_is_an_error_in_the_ledger(tenancy):
+    headers = give_key(tenancy)
+    replica = FakeReplica(answer=word_frames("a", "b", breaks_at=1), identity=sharing(tenancy))
+    async with replica.running(), running_gateway(replica, tenancy=tenancy) as running:
+        asked = asyncio.create_task(running.ask(headers, stream=True))
+        await until(lambda: replica.received)
+        replica.answer = answering({}, status=500)
+        assert "[DONE]" not in events(await (await asked).read())
+        await until(lambda: booked(tenancy, "alice"))
+    assert booked(tenancy, "alice") == (0, 0, 0, 0, 0, 1)
+
+
+async def test_what_a_caller_says_that_the_gateway_vouches_for_goes_nowhere(tenancy):
+    headers = give_key(tenancy)
+    forged = sign_voucher(Voucher("gpt-4o", "lease-1"), "guessed", headers["authorization"])
+    replica = FakeReplica(identity=sharing(tenancy))
+    async with replica.running(), running_gateway(replica, tenancy=tenancy) as running:
+        await running.ask({**headers, VOUCHER_HEADER: forged})
+    assert vouched(tenancy, replica) == [Voucher("tiny")]
+    async with replica.running(), running_gateway(replica) as running:
+        await running.ask({**headers, VOUCHER_HEADER: forged})
+    assert VOUCHER_HEADER not in replica.headers[-1]
+
+
+ALIASES = msgspec.structs.replace(QUICK, aliases={"gpt-4o": "tiny"})
+
+
+async def test_a_key_that_allows_an_alias_only_uses_it_where_the_replica_shares_the_store(tenancy):
+    headers = give_key(tenancy, models=("gpt-4o",))
+    replica = FakeReplica(identity=sharing(tenancy))
+    async with replica.running(), running_gateway(replica, config=ALIASES, tenancy=tenancy) as running:
+        async with running.client.get(f"{running.url}/v1/models", headers=headers) as listed:
+            assert [model["id"] for model in (await listed.json())["data"]] == ["gpt-4o"]
+        assert (await running.ask(headers, model="gpt-4o")).status == 200
+        assert (await running.ask(headers, model="tiny")).status == 404
+    assert [body["model"] for body in replica.received] == ["tiny"]
+    assert vouched(tenancy, replica) == [Voucher("gpt-4o")]
+
+
+@pytest.mark.parametrize("store", ["none", "0123456789abcdef"])
+async def test_an_alias_that_the_replica_would_not_know_is_not_listed_and_the_refusal_says_what_to_do(tenancy, store):
+    headers = give_key(tenancy, models=("gpt-4o",))
+    replica = FakeReplica(identity=f"server; store={store}; keys=on")
+    async with replica.running(), running_gateway(replica, config=ALIASES, tenancy=tenancy) as running:
+        async with running.client.get(f"{running.url}/v1/models", headers=headers) as listed:
+            assert (await listed.json())["data"] == []
+        refused = await running.ask(headers, model="gpt-4o")
+        assert refused.status == 404
+        message = (await refused.json())["error"]["message"]
+    assert "--store" in message
+    assert "tiny" not in message
+    assert replica.received == []

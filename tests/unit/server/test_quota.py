@@ -13,12 +13,13 @@ import pytest
 from penstock.engine.messages import TokenEvent
 from penstock.errors import EngineFailed
 from penstock.protocol.frames import FRAMES_HEADER, FrameReader
+from penstock.protocol.voucher import VOUCHER_HEADER, sign_voucher
 from penstock.request import FinishReason
 from penstock.store.database import Database
 from penstock.store.key_ring import load_keys
 from penstock.store.ledger import UsageLedger
 from penstock.store.quotas import Lease, Need, QuotaStore, Spent, settle
-from penstock.tenants import SHADOW_HEADER, SHADOW_TENANT, Caller, KeyTerms, Limits
+from penstock.tenants import SHADOW_HEADER, SHADOW_TENANT, Caller, KeyTerms, Limits, Voucher
 from tests.unit.server.conftest import Service, listening, running_service, until
 from tests.unit.server.sse import events_in
 
@@ -223,26 +224,89 @@ async def test_concurrent_requests_are_refused_beyond_their_limit_and_free_their
         assert (await service.chat(key="alice")).status_code == 200
 
 
-async def test_a_framed_stream_that_failed_is_gone_on_with_on_its_lease_and_booked_once(store):
-    headers = {"authorization": "Bearer alice", FRAMES_HEADER: "7"}
-    body = {"model": "tiny", "prompt": [5] * 10, "max_tokens": 40, "stream": True}
-    body["stream_options"] = {"include_usage": True}
-    async with serving(store, alice={"concurrent_requests": 1, "requests_per_minute": 1}) as service:
-        script = service.engine.script
-        service.engine.script = lambda request: [*script(request)[:3], EngineFailed("gone")]
-        failed = await service.client.post("/v1/completions", json=body, headers=headers)
-        reader = FrameReader()
-        reader.feed(failed.content)
-        assert reader.failure == "engine_failed"
-        service.engine.script = script
-        assert (await service.client.post("/v1/completions", json=body, headers=headers)).status_code == 429
-        begun = {"id": "cmpl-1", "created": 5, "token_ids": reader.token_ids, "lease": failed.headers[FRAMES_HEADER]}
-        heir = await service.client.post("/v1/completions", json={**body, "continue_from": begun}, headers=headers)
+FRAMED = {"model": "tiny", "prompt": [5] * 10, "max_tokens": 40, "stream": True}
+
+
+def from_gateway(service, lease=None, model="tiny"):
+    """The headers of a request that a gateway on the server's store passes on."""
+    authorization = "Bearer alice"
+    voucher = sign_voucher(Voucher(model, lease), service.context.tenancy.fleet_secret, authorization)
+    return {"authorization": authorization, FRAMES_HEADER: "7", VOUCHER_HEADER: voucher}
+
+
+async def begin_and_fail(service, headers):
+    """Have a stream fail after three tokens; return what is needed to go on with it, and its lease."""
+    script = service.engine.script
+    service.engine.script = lambda request: [*script(request)[:3], EngineFailed("gone")]
+    failed = await service.client.post("/v1/completions", json=FRAMED, headers=headers)
+    service.engine.script = script
+    reader = FrameReader()
+    reader.feed(failed.content)
+    assert reader.failure == "engine_failed"
+    begun = {"id": "cmpl-1", "created": 5, "token_ids": reader.token_ids}
+    return {**FRAMED, "continue_from": begun, "stream_options": {"include_usage": True}}, failed.headers[FRAMES_HEADER]
+
+
+async def test_a_gateways_stream_that_failed_is_gone_on_with_on_its_lease_and_counted_once(store):
+    limits = {"concurrent_requests": 1, "requests_per_minute": 1, "tokens_per_day": 1000}
+    async with serving(store, alice=limits) as service:
+        body, lease = await begin_and_fail(service, from_gateway(service))
+        refused = await service.client.post("/v1/completions", json=FRAMED, headers=from_gateway(service))
+        assert refused.status_code == 429
+        heir = await service.client.post("/v1/completions", json=body, headers=from_gateway(service, lease))
         assert heir.status_code == 200
-    booked = usage(store)["alice"]
     told = events_in(FrameReader().feed(heir.content))[-2]["usage"]
-    assert (booked.requests, booked.errors, booked.refused) == (1, 1, 1)
-    assert (booked.prompt_tokens, booked.output_tokens) == (10, told["completion_tokens"])
+    assert counts(usage(store)["alice"]) == (1, 10, told["completion_tokens"], 1, 0)
+    assert tokens_left_today(store, "alice", 1000) == 1000 - told["total_tokens"]
+
+
+async def test_a_caller_without_a_gateway_learns_no_lease_and_moves_none(store):
+    limits = {"concurrent_requests": 2, "requests_per_minute": 2, "tokens_per_day": 1000}
+    own = {"authorization": "Bearer alice", FRAMES_HEADER: "7"}
+    async with serving(store, alice=limits) as service:
+        body, lease = await begin_and_fail(service, own)
+        assert lease == "none"
+        assert (usage(store)["alice"].requests, usage(store)["alice"].errors) == (0, 1)
+        _, real = await begin_and_fail(service, from_gateway(service))
+        forged = {**own, VOUCHER_HEADER: sign_voucher(Voucher("tiny", real), "guessed", "Bearer alice")}
+        for headers in (own, forged):
+            assert (await service.client.post("/v1/completions", json=body, headers=headers)).status_code == 429
+        begun = {**body["continue_from"], "lease": real}
+        refused = await service.client.post("/v1/completions", json={**body, "continue_from": begun}, headers=own)
+        assert refused.json()["error"]["param"] == "continue_from.lease"
+
+
+async def test_however_a_caller_goes_on_with_its_running_stream_it_keeps_its_limits(store):
+    gate = asyncio.Event()
+    async with serving(store, alice={"concurrent_requests": 1, "requests_per_minute": 2}) as service:
+        script = service.engine.script
+        service.engine.script = lambda request: [*script(request)[:1], gate, *script(request)[1:]]
+        own = {"authorization": "Bearer alice", FRAMES_HEADER: "7"}
+        first = asyncio.create_task(service.client.post("/v1/completions", json=FRAMED, headers=own))
+        await until(lambda: len(service.engine.submitted) == 1)
+        body = {**FRAMED, "continue_from": {"id": "cmpl-1", "created": 5, "token_ids": [[5]]}}
+        for _ in range(8):
+            refused = await service.client.post("/v1/completions", json=body, headers=own)
+            assert "concurrent_requests = 1" in refused.json()["error"]["message"]
+        gate.set()
+        assert (await first).status_code == 200
+
+
+async def test_a_key_that_allows_an_alias_opens_the_model_to_a_gateway_that_vouches_for_the_name(store):
+    file = Path(store).parent / "keys.toml"
+    digest = hashlib.sha256(b"alice").hexdigest()
+    file.write_text(f'[[keys]]\nname = "alice"\nsha256 = "{digest}"\nmodels = ["gpt-4o"]\n')
+    async with running_service(keys=load_keys(str(file)), keys_file=str(file), store=store) as service:
+        body = {**FRAMED, "stream": False}
+
+        async def status(headers):
+            return (await service.client.post("/v1/completions", json=body, headers=headers)).status_code
+
+        assert await status(from_gateway(service, model="gpt-4o")) == 200
+        assert await status(from_gateway(service, model="another")) == 404
+        assert await status({"authorization": "Bearer alice"}) == 404
+        forged = sign_voucher(Voucher("gpt-4o"), "guessed", "Bearer alice")
+        assert await status({"authorization": "Bearer alice", VOUCHER_HEADER: forged}) == 404
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])

@@ -14,9 +14,9 @@ from penstock.request import Tier
 from penstock.store.buckets import InUse
 from penstock.store.database import Database
 from penstock.store.ledger import UsageLedger
-from penstock.store.quotas import LEASE_SECONDS, Lease, Need, QuotaStore, Refusal, Spent, settle
+from penstock.store.quotas import LEASE_SECONDS, Lease, Need, QuotaStore, Refusal, Spent, Ticket, settle
 from penstock.tenants import Caller, KeyTerms, Limits
-from tests.unit.store.conftest import NOON
+from tests.unit.store.conftest import NOON, Clock
 
 
 def caller(name="alice", **limits):
@@ -159,28 +159,68 @@ def test_who_goes_on_with_an_answer_takes_its_lease_over_once(quotas):
     refused(quotas.admit(alice, need()))
     other = caller("bob", requests_per_minute=1)
     admitted(quotas.admit(other, need()))
-    refused(quotas.admit(other, need(), begun.id))  # another tenant's
-    admitted(quotas.admit(alice, need(), begun.id))
-    refused(quotas.admit(alice, need(), begun.id))
+    refused(quotas.admit(other, need(), begun.ticket))  # another tenant's
+    admitted(quotas.admit(alice, need(), begun.ticket))
+    refused(quotas.admit(alice, need(), begun.ticket))
 
 
-def test_what_goes_on_elsewhere_is_counted_in_full_and_its_estimate_stands_where_it_began(quotas):
-    alice = caller(tokens_per_day=100)
+def test_what_goes_on_elsewhere_is_one_request_and_reserved_once(quotas, sqlite_database):
+    alice = caller(requests_per_minute=5, tokens_per_day=100)
     begun = admitted(quotas.admit(alice, need(10, 30)))
-    admitted(quotas.admit(alice, need(10, 30), begun.id))
-    admitted(quotas.admit(alice, need(10, 10)))
-    refused(quotas.admit(alice, need(1, 1)))
-
-
-def test_a_holder_that_lives_settles_what_was_taken_over_and_claims_it_no_more(quotas, sqlite_database):
-    alice = caller(tokens_per_day=100)
-    begun = admitted(quotas.admit(alice, need(10, 30)))
-    heir = admitted(quotas.admit(alice, need(10, 30), begun.id))
-    quotas.renew({begun.id: "alice"})
-    end(sqlite_database, begun, input_tokens=1, output_tokens=1)
+    heir = admitted(quotas.admit(alice, need(10, 30), begun.ticket))
+    assert heir.standing["requests_per_minute"].remaining == 4
+    refused(quotas.admit(alice, need(10, 51)))
     end(sqlite_database, heir, input_tokens=10, output_tokens=20)
-    admitted(quotas.admit(alice, need(10, 58)))
-    refused(quotas.admit(alice, need(1, 1), begun.id))
+    admitted(quotas.admit(alice, need(10, 60)))
+
+
+def test_more_than_was_reserved_is_not_taken_over(quotas):
+    alice = caller(concurrent_requests=2, tokens_per_day=100)
+    begun = admitted(quotas.admit(alice, need(10, 30)))
+    refused(quotas.admit(alice, need(10, 51), begun.ticket))
+    admitted(quotas.admit(alice, need(10, 50), begun.ticket))  # one more request, and all that is left of the day
+    assert refused(quotas.admit(alice, need(1, 1))).limit == "tokens_per_day"
+
+
+def test_a_lease_that_has_run_out_cannot_be_taken_over(quotas, clock):
+    alice = caller(concurrent_requests=1)
+    begun = admitted(quotas.admit(alice, need()))
+    clock.now += LEASE_SECONDS
+    admitted(quotas.admit(alice, need()))
+    assert refused(quotas.admit(alice, need(), begun.ticket)).limit == "concurrent_requests"
+
+
+def test_a_request_that_moves_over_midnight_stays_with_the_day_on_which_it_began(quotas, clock, sqlite_database):
+    clock.now += 43200 - 1
+    alice = caller(tokens_per_day=100)
+    begun = admitted(quotas.admit(alice, need(10, 90)))
+    clock.now += 2
+    heir = admitted(quotas.admit(alice, need(10, 90), begun.ticket))
+    end(sqlite_database, heir, input_tokens=10, output_tokens=90)
+    admitted(quotas.admit(alice, need(10, 90)))
+
+
+def test_a_holder_that_lives_neither_settles_nor_renews_what_was_taken_over(quotas, sqlite_database, clock):
+    alice = caller(concurrent_requests=1, tokens_per_day=100)
+    begun = admitted(quotas.admit(alice, need(10, 30)))
+    heir = admitted(quotas.admit(alice, need(10, 30), begun.ticket))
+    clock.now += LEASE_SECONDS - 1
+    quotas.renew({begun.id: "alice", heir.id: "alice"})
+    end(sqlite_database, begun, input_tokens=1, output_tokens=1)
+    quotas.renew({begun.id: "alice"})
+    end(sqlite_database, heir, input_tokens=10, output_tokens=20)
+    refused(quotas.admit(alice, need(10, 61), begun.ticket))
+    admitted(quotas.admit(alice, need(10, 60), begun.ticket))
+
+
+@pytest.mark.parametrize("text", ["", "none", "a.2026-01-01.1.1", f"{'a' * 32}.2026-01-01.-1.5"])
+def test_what_is_no_ticket_is_none(text):
+    assert Ticket.parse(text) is None
+
+
+def test_a_ticket_says_the_same_when_it_is_read_again(quotas):
+    ticket = admitted(quotas.admit(caller(tokens_per_day=100), need(7, 8))).ticket
+    assert Ticket.parse(str(ticket)) == ticket
 
 
 def test_a_renewed_lease_does_not_run_out(quotas, clock):
@@ -338,6 +378,59 @@ def test_reservations_and_settlements_add_up_to_the_truth(tmp_path_factory, step
             spent = int(lease.output_tokens * step[2])
             end(database, lease, input_tokens=lease.input_tokens, output_tokens=spent)
             used[lease.tenant] += spent - lease.output_tokens
+    database.close()
+
+
+lives = st.lists(
+    st.one_of(
+        st.tuples(st.just("admit"), st.integers(1, 20), st.integers(1, 40)),
+        st.tuples(st.just("take over"), st.integers(0, 20), st.integers(1, 40)),
+        st.tuples(st.just("end"), st.integers(0, 20), st.floats(0, 1)),
+        st.tuples(st.just("renew"), st.integers(0, 20), st.just(0)),
+        st.tuples(st.just("wait"), st.integers(1, 40), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(lives)
+def test_whatever_is_taken_over_no_more_runs_or_is_served_than_the_limits_allow(tmp_path_factory, lives):
+    """Any lease ever given out is tried again, whether it is held, moved, ended or run out."""
+    clock = Clock()
+    database = Database.open(str(tmp_path_factory.mktemp("store") / "s.db"), clock=clock)
+    quotas, alice = QuotaStore(database), caller(tokens_per_day=200, concurrent_requests=2)
+    ever: list[Lease] = []
+    held: dict[str, float] = {}  # when each runs out
+    charged: dict[str, int] = {}  # what each answer, by the lease that has it last, counts for
+    for action, which, amount in lives:
+        lease = ever[which % len(ever)] if ever else None
+        running = [name for name, until in held.items() if until > clock.now]
+        if action == "wait":
+            clock.now += which
+        elif action == "admit" or (action == "take over" and lease is not None):
+            wish = need(which, amount) if action == "admit" else need(lease.input_tokens, amount)
+            outcome = quotas.admit(alice, wish, lease.ticket if action == "take over" else None)
+            moves = action == "take over" and lease.id in running and amount <= lease.output_tokens
+            total = wish.input_tokens + amount
+            fits = len(running) < 2 and sum(charged.values()) + total <= 200
+            assert isinstance(outcome, Lease) == (moves or fits)
+            if isinstance(outcome, Lease):
+                ever.append(outcome)
+                held[outcome.id] = clock.now + LEASE_SECONDS
+                charged[outcome.id] = charged.pop(lease.id) if moves else total
+                if moves:
+                    del held[lease.id]
+        elif action == "renew" and lease is not None and lease.id in running:
+            quotas.renew({lease.id: "alice"})
+            held[lease.id] = clock.now + LEASE_SECONDS
+        elif action == "end" and lease is not None and (lease.id not in held or lease.id in running):
+            spent = int(lease.output_tokens * amount)
+            end(database, lease, input_tokens=lease.input_tokens, output_tokens=spent)
+            if held.pop(lease.id, None) is not None:
+                charged[lease.id] = lease.input_tokens + spent
+        assert sum(charged.values()) <= 200
+        assert sum(until > clock.now for until in held.values()) <= 2
     database.close()
 
 
