@@ -50,12 +50,12 @@ async def read_answer(reader):
 
 
 async def test_a_head_that_drips_is_answered_408_and_closed():
-    async with limited(head_seconds=0.15) as (running, _), connected(running) as (reader, writer):
+    async with limited(head_seconds=0.3) as (running, _), connected(running) as (reader, writer):
         writer.write(HEAD)
         answer = asyncio.create_task(reader.read())
         while not answer.done():
             writer.write(b"x: y\r\n")
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.12)  # seldom: what is sent to who has closed resets the connection, answer and all
         assert (await answer).startswith(b"HTTP/1.1 408 ")
         assert error_code(await answer) == "request_timeout"
         assert await cuts(running, "head")
