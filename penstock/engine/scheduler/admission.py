@@ -21,6 +21,9 @@ _TTFT_PART = 0.85
 _TIME_PER_TOKEN_PART = 0.93
 _DEADLINE_PART = 0.93
 _LEAST_RETRY_SECONDS = 0.001
+# Who comes back too early comes for nothing, so what is told is so much more than what is foreseen.
+_RETRY_PART = 1.05
+_MOST_LOOKS = 8
 # ... and while it is only guessed how long a step takes.
 _LEAST_GUESSED_RETRY_SECONDS = 0.1
 # What is named as the least to ask for: so much over what is needed, since the next forecast is not quite this one.
@@ -82,8 +85,10 @@ class Admission:
 
     def forecast(self, request: RequestState, load: Load, now: float) -> Forecast:
         """Foresee the request's first token and its pace behind it."""
+        return self._forecast(request, load, now, _ahead_of(request, load, request.due))
+
+    def _forecast(self, request: RequestState, load: Load, now: float, ahead: _Queue) -> Forecast:
         decoding = [other for other in load.running if other.remaining <= 1]
-        ahead = _ahead_of(request, load)
         call = load.call_shape(request)
         rows_after = len(decoding) + math.ceil(ahead.requests) + call.num_rows
         context = sum([other.computed for other in decoding])
@@ -156,7 +161,7 @@ class Admission:
             wait = (endings[0][0] if endings else 1.0) * forecast.token_seconds
             message = "the batch is as large as the time per token that was promised allows"
         elif reason == "ttft":
-            wait = forecast.ttft_seconds - (request.targets.ttft_seconds or 0.0) * _TTFT_PART
+            wait = self._wait_for_ttft(request, forecast, load, now)
             message = f"the first token would come after {forecast.ttft_seconds * 1000:.0f} ms, later than asked for"
         else:
             wait = self._wait_for_deadline(request, forecast, load)
@@ -213,6 +218,21 @@ class Admission:
         context = shape.context_tokens + call.num_rows * (num_each - 1) // 2
         return num_steps * self._times.model.seconds(StepShape(shape.num_rows, context))
 
+    def _wait_for_ttft(self, request: RequestState, forecast: Forecast, load: Load, now: float) -> float:
+        """How long until the first token would come in time, if nobody else came.
+
+        Whoever comes back is due later: more of those who wait will be before it than are now.
+        """
+        room = (request.targets.ttft_seconds or 0.0) * _TTFT_PART
+        wait = forecast.ttft_seconds - room
+        for _ in range(_MOST_LOOKS):
+            before = wait
+            ahead = _ahead_of(request, load, request.due + wait * _RETRY_PART)
+            wait = max(wait, self._forecast(request, load, now, ahead).ttft_seconds - room)
+            if wait == before:
+                break
+        return wait * _RETRY_PART
+
     def _wait_for_deadline(self, request: RequestState, forecast: Forecast, load: Load) -> float:
         """How long until the answer would end in time: fewer rows decode faster, and less stands before it."""
         room = _deadline_seconds(request) - forecast.ttft_seconds
@@ -254,7 +274,9 @@ class Admission:
             if rows_short <= 0 and blocks_short <= 0:
                 return steps * step_seconds
         # Those ahead must end too before it is this one's turn.
-        return (steps + max(rows_short, 1) * mean / max(1, len(load.running))) * step_seconds
+        left = [load.lengths.expected_left(other) for other in load.waiting]
+        mean_left = sum(left) / len(left) if left else mean
+        return (steps + max(rows_short, 1) * mean_left / max(1, len(load.running))) * step_seconds
 
 
 def _deadline_seconds(request: RequestState) -> float:
@@ -281,8 +303,8 @@ def _tokens_asked(request: RequestState) -> int:
     return max(len(request.tokens), request.call_tokens or 0)
 
 
-def _ahead_of(request: RequestState, load: Load) -> _Queue:
-    """Everything that runs before the request's prompt: prompts under way, and who waits in front of it."""
+def _ahead_of(request: RequestState, load: Load, due: float) -> _Queue:
+    """Everything that runs before the request's prompt, due then: prompts under way, and who waits in front of it."""
     queue = _Queue()
     for other in load.running:
         remaining = other.remaining
@@ -290,7 +312,7 @@ def _ahead_of(request: RequestState, load: Load) -> _Queue:
             queue.tokens += remaining
             queue.requests += 1
     own = request.account
-    before = [entry[2].queued_tokens for entry in own.waiting if entry[0] <= request.due]
+    before = [entry[2].queued_tokens for entry in own.waiting if entry[0] <= due]
     own_tokens = sum(before)
     queue.tokens += own_tokens
     queue.requests += len(before)
