@@ -274,8 +274,8 @@ class Admission:
             if rows_short <= 0 and blocks_short <= 0:
                 return steps * step_seconds
         # Those ahead must end too before it is this one's turn.
-        left = [load.lengths.expected_left(other) for other in load.waiting]
-        mean_left = sum(left) / len(left) if left else mean
+        answers = [load.lengths.expected_left(other) for other in load.waiting]
+        mean_left = sum(answers) / len(answers) if answers else mean
         return (steps + max(rows_short, 1) * mean_left / max(1, len(load.running))) * step_seconds
 
 
@@ -286,10 +286,15 @@ def _deadline_seconds(request: RequestState) -> float:
 
 def _unreachable(param: str, wanted_seconds: float, least_seconds: float) -> TargetUnreachable:
     return TargetUnreachable(
-        f"{param}: {wanted_seconds * 1000:g} ms cannot be kept here, even if nothing else ran; "
+        f"{param}: {_asked_milliseconds(wanted_seconds)} ms cannot be kept here, even if nothing else ran; "
         f"give at least {_named_milliseconds(least_seconds)}, or best_effort",
         param=param,
     )
+
+
+def _asked_milliseconds(seconds: float) -> str:
+    """What the caller gave, as far as the clock tells: of a deadline less than a microsecond is lost in it."""
+    return f"{seconds * 1000:g}" if seconds >= 1e-6 else "under 0.001"
 
 
 def _named_milliseconds(seconds: float) -> str:
