@@ -231,6 +231,12 @@ class Admission:
             wait = max(wait, self._forecast(request, load, now, ahead).ttft_seconds - room)
             if wait == before:
                 break
+        every = _ahead_of(request, load, math.inf)
+        # Prompts under way are before it whenever they were due, and more of those who wait get there each time.
+        under_way = _Queue()
+        under_way.tokens = min(every.tokens, self._pace.max_step_tokens)
+        if self._forecast(request, load, now, under_way).ttft_seconds > room:
+            wait = max(wait, self._forecast(request, load, now, every).ttft_seconds - room)
         return wait * _RETRY_PART
 
     def _wait_for_deadline(self, request: RequestState, forecast: Forecast, load: Load) -> float:
