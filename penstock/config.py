@@ -79,7 +79,9 @@ class Options:
     target_time_per_token_ms: float | None = _option(
         "scheduler", "Mean time per token that is promised where a request names none; else none is", None, low=0.1
     )
-    max_waiting: int = _option("scheduler", "Most requests in the queue; more are refused with 429", 1024, low=0)
+    max_waiting: int = _option(
+        "scheduler", "Most requests in the queue, of batches as many again; more get 429", 1024, low=0
+    )
     speculative: str = _option(
         "scheduler",
         "Guess tokens and verify several per step; the output stays the same",

@@ -60,6 +60,7 @@ class Engine:
 
     def drop_client(self, client: bytes) -> None:
         """End every request of a client that is gone; nobody is left to hear of it."""
+        self.scheduler.forget_client(client)
         self.abort(client, [name for owner, name in self._numbers if owner == client])
 
     def step(self) -> list[Addressed]:

@@ -11,7 +11,7 @@ LATENCY_BOUNDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 TOKEN_BOUNDS = [0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0]
 
 # Why a request is refused before it costs anything, and what is promised to one that is not.
-REFUSALS = ("queue_full", "ttft", "time_per_token", "deadline")
+REFUSALS = ("queue_full", "ttft", "time_per_token", "deadline", "unreachable")
 PROMISES = ("ttft", "time_per_token", "deadline")
 PREDICTION_WINDOW = 200
 

@@ -76,6 +76,7 @@ async def begin_answer(
     ends_itself = params.max_tokens is None and caller.terms.limits.longest_context is None
     charge = await context.tenancy.meter.admit(caller, record.model, need)
     choices: list[Choice] = []
+    num_ended = len(begun.ended) if begun is not None else 0
     try:
         for prompt, most in zip(prompts, most_tokens, strict=True):
             max_tokens = None if ends_itself else most
@@ -111,7 +112,7 @@ async def begin_answer(
                     tier=terms.tier,
                     num_answer_tokens=len(so_far),
                     call_tokens=_call_tokens(is_first, prompts, num_choices),
-                    call_answers=need.num_answers if is_first else 1,
+                    call_answers=need.num_answers - num_ended if is_first else 1,
                 )
                 choices.append(Choice(index, prompt, stream, assembler, only_scores_prompt=only_scores_prompt))
     except BaseException as error:

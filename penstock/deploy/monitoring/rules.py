@@ -77,7 +77,7 @@ _SERVER_ALERTS = (
     ),
     _Alert(
         "PenstockRefusesRequests", "warning", "10m",
-        "sum(rate(penstock_refused_requests_total{SERVER}[10m]))"
+        'sum(rate(penstock_refused_requests_total{SERVER, reason!="unreachable"}[10m]))'
         " > 0.05 * sum(rate(penstock_queue_seconds_count{SERVER}[10m]))",
         "More than one request in twenty is refused",
         "Queues are full, or targets cannot be met: more replicas are needed.",

@@ -21,10 +21,13 @@ _TTFT_PART = 0.85
 _TIME_PER_TOKEN_PART = 0.93
 _DEADLINE_PART = 0.93
 _LEAST_RETRY_SECONDS = 0.001
+# Who comes back too early comes for nothing, so what is told is so much more than what is foreseen.
+_RETRY_PART = 1.05
+_MOST_LOOKS = 8
 # ... and while it is only guessed how long a step takes.
 _LEAST_GUESSED_RETRY_SECONDS = 0.1
 # What is named as the least to ask for: so much over what is needed, since the next forecast is not quite this one.
-_NAMED_PART = 1.01
+_NAMED_PART = 1.05
 # The way to an idle engine (reading, tokenising) takes at most so long, or this part of the prompt's own time. Where it
 # takes longer something stalled, and the next request may be luckier.
 _WAY_SECONDS = 0.003
@@ -44,6 +47,11 @@ class Load:
     block_tokens: int
     lengths: AnswerLengths
     may_displace: bool  # the request would get a row although none is free
+
+    def call_shape(self, request: RequestState) -> StepShape:
+        """A step that draws a token of each answer of the request's call, or of as many as have rows at once."""
+        num_rows = max(1, min(request.call_answers, len(self.running) + self.num_free_rows))
+        return StepShape(num_rows, _tokens_asked(request) * num_rows // request.call_answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +85,14 @@ class Admission:
 
     def forecast(self, request: RequestState, load: Load, now: float) -> Forecast:
         """Foresee the request's first token and its pace behind it."""
+        return self._forecast(request, load, now, _ahead_of(request, load, request.due))
+
+    def _forecast(self, request: RequestState, load: Load, now: float, ahead: _Queue) -> Forecast:
         decoding = [other for other in load.running if other.remaining <= 1]
-        ahead = _ahead_of(request, load)
-        rows_after = len(decoding) + math.ceil(ahead.requests) + 1
+        call = load.call_shape(request)
+        rows_after = len(decoding) + math.ceil(ahead.requests) + call.num_rows
         context = sum([other.computed for other in decoding])
-        mean_context = (context + ahead.tokens + len(request.tokens)) / rows_after
+        mean_context = (context + ahead.tokens + call.context_tokens) / rows_after
         targets = [other.targets.time_per_token_seconds for other in (*decoding, request)]
         tightest = min((target for target in targets if target is not None), default=None)
         # Those ahead decode beside the request once their prompts have run: half of them, on the mean.
@@ -101,41 +112,40 @@ class Admission:
         return Forecast(
             ttft_seconds=now - request.arrival + wait + prefill,
             token_seconds=self._times.model.seconds(after),
-            answer_seconds=self._answer_seconds(request, after),
+            answer_seconds=self._answer_seconds(request, after, call),
             tightest_target=tightest,
             rows_after=rows_after,
         )
 
-    def check_reachable(self, request: RequestState, now: float) -> None:
-        """Raise if the request asks for what could not be promised even if nothing else were there."""
+    def find_unreachable(self, request: RequestState, load: Load, now: float) -> TargetUnreachable | None:
+        """Return what the request asks for that could not be promised even if nothing else were there."""
         if request.best_effort or not self._times.model.is_trusted:
-            return
+            return None
         ttft, time_per_token = request.targets.ttft_seconds, request.targets.time_per_token_seconds
-        is_first = request.call_tokens != 0
-        if is_first and (ttft is not None or request.deadline is not None):
+        call = load.call_shape(request)
+        if ttft is not None or request.deadline is not None:
             alone = self._alone_seconds(_tokens_asked(request))
             longest_way = max(_WAY_SECONDS, _WAY_PART * alone)
             need, enough = alone, alone + longest_way
             if self._times.has_rested_since(request.arrival):
                 need += min(now - request.arrival, longest_way)
             if ttft is not None and need > ttft * _TTFT_PART:
-                raise _unreachable("targets.ttft_ms", ttft, enough / _TTFT_PART)
-            answer = self._answer_seconds(request, StepShape(1, len(request.tokens)))
+                return _unreachable("targets.ttft_ms", ttft, enough / _TTFT_PART)
+            answer = self._answer_seconds(request, call, call)
             if request.deadline is not None and need + answer > _deadline_seconds(request):
                 wanted = request.deadline - request.arrival
-                raise _unreachable("deadline_ms", wanted, (enough + answer) / _DEADLINE_PART)
+                return _unreachable("deadline_ms", wanted, (enough + answer) / _DEADLINE_PART)
         if time_per_token is not None and not request.is_batch:
-            single = self._times.model.seconds(StepShape(1, len(request.tokens)))
-            if single > time_per_token * _TIME_PER_TOKEN_PART:
-                raise _unreachable("targets.time_per_token_ms", time_per_token, single / _TIME_PER_TOKEN_PART)
+            least = self._times.model.seconds(call)
+            if least > time_per_token * _TIME_PER_TOKEN_PART:
+                return _unreachable("targets.time_per_token_ms", time_per_token, least / _TIME_PER_TOKEN_PART)
+        return None
 
     def check(self, request: RequestState, forecast: Forecast) -> str | None:
         """Return which of the request's terms cannot be kept now, if one cannot."""
         if request.best_effort or not self._times.model.is_trusted:
             return None
         ttft, deadline, tightest = request.targets.ttft_seconds, _deadline_seconds(request), forecast.tightest_target
-        if request.call_tokens == 0:  # it is in the forecast of its call's first
-            ttft, deadline = None, math.inf
         if ttft is not None and forecast.ttft_seconds > ttft * _TTFT_PART:
             return "ttft"
         if forecast.ttft_seconds + forecast.answer_seconds > deadline:
@@ -144,14 +154,14 @@ class Admission:
             return "time_per_token"
         return None
 
-    def refusal(self, reason: str, request: RequestState, forecast: Forecast, load: Load) -> Overloaded:
+    def refusal(self, reason: str, request: RequestState, forecast: Forecast, load: Load, now: float) -> Overloaded:
         """Say no, and when the forecast would be a yes."""
         if reason == "time_per_token":
             endings = _endings(load.running, load.lengths)
             wait = (endings[0][0] if endings else 1.0) * forecast.token_seconds
             message = "the batch is as large as the time per token that was promised allows"
         elif reason == "ttft":
-            wait = forecast.ttft_seconds - (request.targets.ttft_seconds or 0.0) * _TTFT_PART
+            wait = self._wait_for_ttft(request, forecast, load, now)
             message = f"the first token would come after {forecast.ttft_seconds * 1000:.0f} ms, later than asked for"
         else:
             wait = self._wait_for_deadline(request, forecast, load)
@@ -189,7 +199,7 @@ class Admission:
         endings = [steps for steps, _ in _endings(decoding, load.lengths)]
         endings += [prompt_steps + steps for steps, _ in _endings(starting, load.lengths)]
         endings.sort()
-        steps = endings[min(num_endings, len(endings)) - 1] if endings else 1.0
+        steps = _steps_until(num_endings, endings, load.lengths.mean_tokens)
         seconds = max(0.0, self._times.free_at(now) - now) + min(steps, prompt_steps) * step_seconds
         if steps > prompt_steps:
             rows = len(decoding) + len(starting)
@@ -198,20 +208,45 @@ class Admission:
         least = _LEAST_RETRY_SECONDS if self._times.model.is_trusted else _LEAST_GUESSED_RETRY_SECONDS
         return max(least, seconds)
 
-    def _answer_seconds(self, request: RequestState, shape: StepShape) -> float:
-        """How long behind its first token an answer ends at the soonest, in steps of this shape and growing context."""
-        num_left, num_others = request.fewest_left - 1, request.call_answers - 1
-        others_context = _tokens_asked(request) - len(request.tokens)
-        context = shape.context_tokens + others_context + request.call_answers * num_left // 2
-        return num_left * self._times.model.seconds(StepShape(shape.num_rows + num_others, context))
+    def _answer_seconds(self, request: RequestState, shape: StepShape, call: StepShape) -> float:
+        """How long behind its first token a call ends at the soonest, in steps of this shape and growing context.
+
+        `call` is what of the shape is the call's own: where it has more answers than rows, they run one after another.
+        """
+        num_each = request.fewest_left
+        num_steps = math.ceil(request.call_answers / call.num_rows) * num_each - 1
+        context = shape.context_tokens + call.num_rows * (num_each - 1) // 2
+        return num_steps * self._times.model.seconds(StepShape(shape.num_rows, context))
+
+    def _wait_for_ttft(self, request: RequestState, forecast: Forecast, load: Load, now: float) -> float:
+        """How long until the first token would come in time, if nobody else came.
+
+        Whoever comes back is due later: more of those who wait will be before it than are now.
+        """
+        room = (request.targets.ttft_seconds or 0.0) * _TTFT_PART
+        wait = forecast.ttft_seconds - room
+        for _ in range(_MOST_LOOKS):
+            before = wait
+            ahead = _ahead_of(request, load, request.due + wait * _RETRY_PART)
+            wait = max(wait, self._forecast(request, load, now, ahead).ttft_seconds - room)
+            if wait == before:
+                break
+        every = _ahead_of(request, load, math.inf)
+        # Prompts under way are before it whenever they were due, and more of those who wait get there each time.
+        under_way = _Queue()
+        under_way.tokens = min(every.tokens, self._pace.max_step_tokens)
+        if self._forecast(request, load, now, under_way).ttft_seconds > room:
+            wait = max(wait, self._forecast(request, load, now, every).ttft_seconds - room)
+        return wait * _RETRY_PART
 
     def _wait_for_deadline(self, request: RequestState, forecast: Forecast, load: Load) -> float:
         """How long until the answer would end in time: fewer rows decode faster, and less stands before it."""
         room = _deadline_seconds(request) - forecast.ttft_seconds
+        call = load.call_shape(request)
         context = sum([other.computed for other in load.running]) / max(1, len(load.running))
         for num_ended, (steps, _) in enumerate(_endings(load.running, load.lengths), start=1):
-            rows = max(1, forecast.rows_after - num_ended)
-            if self._answer_seconds(request, StepShape(rows, int(rows * (context + steps)))) <= room:
+            rows = max(call.num_rows, forecast.rows_after - num_ended)
+            if self._answer_seconds(request, StepShape(rows, int(rows * (context + steps))), call) <= room:
                 return steps * forecast.token_seconds
         return forecast.answer_seconds - room
 
@@ -245,7 +280,9 @@ class Admission:
             if rows_short <= 0 and blocks_short <= 0:
                 return steps * step_seconds
         # Those ahead must end too before it is this one's turn.
-        return (steps + max(rows_short, 1) * mean / max(1, len(load.running))) * step_seconds
+        answers = [load.lengths.expected_left(other) for other in load.waiting]
+        mean_left = sum(answers) / len(answers) if answers else mean
+        return (steps + max(rows_short, 1) * mean_left / max(1, len(load.running))) * step_seconds
 
 
 def _deadline_seconds(request: RequestState) -> float:
@@ -255,10 +292,15 @@ def _deadline_seconds(request: RequestState) -> float:
 
 def _unreachable(param: str, wanted_seconds: float, least_seconds: float) -> TargetUnreachable:
     return TargetUnreachable(
-        f"{param}: {wanted_seconds * 1000:g} ms cannot be kept here, even if nothing else ran; "
+        f"{param}: {_asked_milliseconds(wanted_seconds)} ms cannot be kept here, even if nothing else ran; "
         f"give at least {_named_milliseconds(least_seconds)}, or best_effort",
         param=param,
     )
+
+
+def _asked_milliseconds(seconds: float) -> str:
+    """What the caller gave, as far as the clock tells: of a deadline less than a microsecond is lost in it."""
+    return f"{seconds * 1000:g}" if seconds >= 1e-6 else "under 0.001"
 
 
 def _named_milliseconds(seconds: float) -> str:
@@ -272,8 +314,8 @@ def _tokens_asked(request: RequestState) -> int:
     return max(len(request.tokens), request.call_tokens or 0)
 
 
-def _ahead_of(request: RequestState, load: Load) -> _Queue:
-    """Everything that runs before the request's prompt: prompts under way, and who waits in front of it."""
+def _ahead_of(request: RequestState, load: Load, due: float) -> _Queue:
+    """Everything that runs before the request's prompt, due then: prompts under way, and who waits in front of it."""
     queue = _Queue()
     for other in load.running:
         remaining = other.remaining
@@ -281,7 +323,7 @@ def _ahead_of(request: RequestState, load: Load) -> _Queue:
             queue.tokens += remaining
             queue.requests += 1
     own = request.account
-    before = [entry[2].queued_tokens for entry in own.waiting if entry[0] <= request.due]
+    before = [entry[2].queued_tokens for entry in own.waiting if entry[0] <= due]
     own_tokens = sum(before)
     queue.tokens += own_tokens
     queue.requests += len(before)
@@ -312,3 +354,11 @@ def _endings(requests: Sequence[RequestState], lengths: AnswerLengths) -> list[t
         (min(float(most), count / chance if chance else math.inf), blocks)
         for count, (most, blocks) in enumerate(by_limit, start=1)
     ]
+
+
+def _steps_until(num_endings: int, endings: Sequence[float], mean_tokens: float) -> float:
+    """In how many steps so many have ended; those that take the rows of the first of them run as long as these."""
+    if not endings:
+        return 1.0
+    num_rounds, rest = divmod(max(1, num_endings) - 1, len(endings))
+    return endings[rest] + num_rounds * max(endings[-1], mean_tokens)

@@ -37,6 +37,11 @@ class AnswerLengths:
         chance = 1.0 / max(1.0, self.mean_tokens)
         return chance if request.params.max_tokens is None else chance * self._stopping_part
 
+    def expected_left(self, request: RequestState) -> float:
+        """How many tokens a request will still draw, as far as can be foreseen."""
+        chance, most = self.chance_to_stop(request), self.most_left(request)
+        return min(1.0 / chance, most) if chance else float(most)
+
     @property
     def _stopping_part(self) -> float:
         """Of answers with a max_tokens, those that do not need it. None of them, as far as is known at first."""

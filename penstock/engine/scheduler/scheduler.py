@@ -15,7 +15,7 @@ from penstock.engine.cache.kv_cache import KvCache
 from penstock.engine.messages import Submit, TokenEvent
 from penstock.engine.metrics import EngineMetrics
 from penstock.engine.scheduler import promises
-from penstock.engine.scheduler.admission import Load
+from penstock.engine.scheduler.entrance import Entrance, load_of
 from penstock.engine.scheduler.foresight import Foresight
 from penstock.engine.scheduler.idle_capacity import hold_back_batch
 from penstock.engine.scheduler.intake import check_submit
@@ -31,7 +31,7 @@ from penstock.engine.scheduler.step_plan import (
 )
 from penstock.engine.scheduler.tenant_account import quantum_for
 from penstock.engine.speculative.interface import Drafter
-from penstock.errors import DeadlineExceeded, EngineFailed, InvalidParameter, Overloaded, PenstockError
+from penstock.errors import DeadlineExceeded, EngineFailed, InvalidParameter, PenstockError
 from penstock.request import FinishReason, Tier
 
 # Which client gets which event.
@@ -81,6 +81,9 @@ class Scheduler:
         )
         self.running = self.placement.running  # best first
         self.waiting = self.placement.waiting
+        self._entrance = Entrance(
+            self.placement, foresight, max_running=config.max_running, max_waiting=config.max_waiting, clock=clock
+        )
         self._drafter = drafter
         self._foresight = foresight  # None: nothing is promised
         # None: steps as large as they may be.
@@ -102,7 +105,7 @@ class Scheduler:
         check_submit(submit, max_context_tokens=self.config.max_context_tokens, vocab_size=self.config.vocab_size)
         request = self._open(submit, client)
         try:
-            self._admit_to_queue(request)
+            self._entrance.admit(request)
         except PenstockError:
             self.waiting.dismiss(request)
             raise
@@ -154,49 +157,16 @@ class Scheduler:
             call_answers=submit.call_answers,
         )
 
-    def _admit_to_queue(self, request: RequestState) -> None:
-        """Raise if there is no place for the request, or if it would be too late."""
-        now, foresight = self._clock(), self._foresight
-        if foresight is not None:
-            foresight.admission.check_reachable(request, now)
-        if request.deadline is not None and request.deadline <= now:
-            self.metrics.num_refused["deadline"] += 1
-            raise DeadlineExceeded("the deadline had passed before the request could start; give it more time")
-        num_queued = len(self.waiting) - len(self.placement.parked)
-        surplus = num_queued - self.config.max_waiting - len(self.placement.free_rows)
-        if surplus >= 0:
-            self.metrics.num_refused["queue_full"] += 1
-            seconds = (
-                1.0 if foresight is None else foresight.admission.place_seconds(self._load(request), surplus + 1, now)
-            )
-            raise Overloaded(f"{num_queued} requests are waiting, which is the limit", retry_after_seconds=seconds)
-        if foresight is None:
-            return
-        load = self._load(request)
-        forecast = foresight.admission.forecast(request, load, now)
-        request.predicted_ttft = forecast.ttft_seconds if foresight.model.is_trusted else None
-        reason = foresight.admission.check(request, forecast)
-        if reason is not None:
-            self.metrics.num_refused[reason] += 1
-            raise foresight.admission.refusal(reason, request, forecast, load)
-
-    def _load(self, request: RequestState | None = None) -> Load:
-        return Load(
-            running=self.running,
-            waiting=self.waiting,
-            num_free_rows=len(self.placement.free_rows),
-            num_free_blocks=self.placement.num_unpromised_blocks,
-            block_tokens=self.cache.block_tokens,
-            lengths=self.placement.lengths,
-            may_displace=request is not None and self.placement.displaced_by(request) is not None,
-        )
+    def forget_client(self, client: bytes) -> None:
+        """Nothing more comes from this client; its requests are ended one by one."""
+        self._entrance.forget_client(client)
 
     @property
     def queue_seconds(self) -> float:
         """How long a prompt that comes now waits before it runs, as foreseen; 0 where nothing is."""
         if self._foresight is None:
             return 0.0
-        return self._foresight.admission.queue_seconds(self._load(), self._clock())
+        return self._foresight.admission.queue_seconds(load_of(self.placement), self._clock())
 
     @property
     def cost_model_error(self) -> float | None:

@@ -47,7 +47,7 @@ class ServingPace(Pace):
 
     def __init__(self, times: StepTimes, max_step_tokens: int, clock: Callable[[], float]) -> None:
         self._times = times
-        self._max_step_tokens = max_step_tokens
+        self.max_step_tokens = max_step_tokens
         self._clock = clock
         self._efficient_for: StepCosts | None = None
         self._efficient_seconds = 0.0
@@ -101,7 +101,7 @@ class ServingPace(Pace):
     def comfortable_seconds(self, shape: StepShape, num_prompt_tokens: int = 0) -> float:
         """How long a step with prompts may be where nobody said how long, and so many prompt tokens wait."""
         is_shared = self._clock() < self._shared_until
-        if not is_shared and (self._max_step_tokens <= _SMALL_STEP_TOKENS or not self._times.model.is_trusted):
+        if not is_shared and (self.max_step_tokens <= _SMALL_STEP_TOKENS or not self._times.model.is_trusted):
             return float("inf")
         times = _SHARED_DECODE_TIMES if is_shared else _DECODE_TIMES
         limit = max(times * self._decode_seconds(shape), self._least_efficient_seconds())
@@ -131,7 +131,7 @@ class ServingPace(Pace):
     def _least_efficient_seconds(self) -> float:
         costs = self._times.model.costs
         if costs is not self._efficient_for:
-            self._efficient_for, self._efficient_seconds = costs, _efficient_seconds(costs, self._max_step_tokens)
+            self._efficient_for, self._efficient_seconds = costs, _efficient_seconds(costs, self.max_step_tokens)
         return self._efficient_seconds
 
     def _room(self, limited: Sequence[RequestState]) -> float:
@@ -151,7 +151,7 @@ class ServingPace(Pace):
         return room
 
     def _prompt_tokens(self, seconds: float, shape: StepShape, context: int = 0) -> int:
-        most = self._max_step_tokens - shape.num_rows
+        most = self.max_step_tokens - shape.num_rows
         fitting = self._times.model.costs.prompt_tokens_within(seconds, shape, context, most)
         return max(fitting, min(most, LEAST_PROMPT_TOKENS))
 

@@ -25,6 +25,7 @@ class WaitingQueue:
         self._levels: dict[LevelKey, Level] = {}
         self._order: list[Level] = []  # best first
         self._members: dict[int, RequestState] = {}
+        self._num_of_tier: dict[int, int] = {}
         self._risers: list[tuple[float, int]] = []  # when a waiting request may rise next
         self._next_rises: dict[tuple[str, LevelKey], float] = {}  # when a tenant's next may rise from a level
 
@@ -37,6 +38,13 @@ class WaitingQueue:
     @property
     def levels(self) -> list[Level]:
         return self._order
+
+    def num_of_tier(self, tier: int) -> int:
+        return self._num_of_tier.get(tier, 0)
+
+    def num_of_tenant(self, tenant: str, tier: int) -> int:
+        accounts = [level.accounts.get(tenant) for level in self._order if level.key[0] == tier]
+        return sum([len(account.waiting) for account in accounts if account is not None])
 
     def open_account(self, level: LevelKey, tenant: str, weight: float) -> TenantAccount:
         """Return the account that a request of the tenant counts for; `dismiss` the request at its end."""
@@ -51,6 +59,7 @@ class WaitingQueue:
 
     def push(self, request: RequestState, now: float) -> None:
         self._members[request.number] = request
+        self._num_of_tier[request.level[0]] = self.num_of_tier(request.level[0]) + 1
         self._levels[request.level].push(request)
         if _can_rise(request):
             heapq.heappush(self._risers, (now + AGEING_SECONDS, request.number))
@@ -65,6 +74,7 @@ class WaitingQueue:
 
     def remove(self, request: RequestState) -> None:
         del self._members[request.number]
+        self._num_of_tier[request.level[0]] -= 1
         self._levels[request.level].remove(request)
         if len(self._risers) > 2 * len(self._members) + 16:
             # Drop the ghosts of those that left once they outnumber the members.

@@ -3,6 +3,8 @@
 from penstock.fleet.adapters.interface import ReplicaAdapter
 from penstock.protocol.block_events import BLOCK_EVENTS_PATH
 
+_BUSY_REFUSALS = ("queue_full", "ttft", "time_per_token", "deadline")
+
 ADAPTER = ReplicaAdapter(
     kind="penstock",
     ready_path="/ready",
@@ -14,7 +16,11 @@ ADAPTER = ReplicaAdapter(
     prompt_tokens="penstock_prompt_tokens_total",
     generated_tokens="penstock_generated_tokens_total",
     kept=('penstock_promises_total{outcome="kept"}',),
-    missed=('penstock_promises_total{outcome="broken"}', "penstock_refused_requests_total"),
+    missed=(
+        'penstock_promises_total{outcome="broken"}',
+        # What even an idle engine would refuse is no reason for more of them.
+        *(f'penstock_refused_requests_total{{reason="{reason}"}}' for reason in _BUSY_REFUSALS),
+    ),
     context_fields=("max_context_tokens",),
     counts_usage=True,
     keeps_files=True,

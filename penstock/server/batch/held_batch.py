@@ -16,10 +16,10 @@ from typing import TypeVar
 from penstock.errors import StoreUnavailable, UploadNotFound
 from penstock.protocol.openai_files import OUTPUT_PURPOSE
 from penstock.server.batch.input_file import InputFile
-from penstock.server.batch.line_run import Postponed, result_line, run_line
+from penstock.server.batch.line_run import Postponed, count_answers, result_line, run_line
 from penstock.server.batch.window import Window
 from penstock.server.context import ServerContext
-from penstock.store.batch_work import RENEW_SECONDS, BatchWork, HoldLost, RowEnd
+from penstock.store.batch_work import RENEW_SECONDS, BatchWork, HoldLost, RowEnd, RunningRow
 from penstock.store.batches import InputError, StoredBatch
 from penstock.store.files import FileStore
 from penstock.store.quotas import Spent
@@ -36,7 +36,7 @@ log = logging.getLogger("penstock.batch")
 
 
 class HeldBatch:
-    """Make it, and `run` it once. `share` says how many lines it may have under way now."""
+    """Make it, and `run` it once. `share` says how many answers it may have under way now."""
 
     def __init__(
         self,
@@ -56,7 +56,8 @@ class HeldBatch:
         self._threads = threads
         self._window = window
         self._share = share
-        self._running: set[asyncio.Task[RowEnd | Postponed]] = set()
+        self._running: dict[asyncio.Task[RowEnd | Postponed], int] = {}  # lines and how many answers each has
+        self._most_answers: int | None = None  # of one line, as far as lines were seen
         self._is_over = False  # cancelled or expired
         self._paused_until = 0.0  # on the monotonic clock
         self._wake = asyncio.Event()
@@ -64,7 +65,8 @@ class HeldBatch:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        """Answers under way."""
+        return sum(self._running.values())
 
     async def run(self) -> None:
         """Work until the batch has ended, is no longer ours, or `stop` was called: then it lets go of the batch."""
@@ -160,7 +162,7 @@ class HeldBatch:
             room = self._share() - self.num_running
             self._window.look(time.monotonic(), self._context.engine.stats.num_waiting, is_full=room <= 0)
             if has_more and room > 0 and self._can_run():
-                has_more = await self._start_lines(room)
+                has_more = await self._start_lines()
             has_more = await self._settle(await self._next_ended()) or has_more
         for task in self._running:
             task.cancel()
@@ -209,18 +211,27 @@ class HeldBatch:
     def _can_run(self) -> bool:
         return time.monotonic() >= self._paused_until and self._context.engine.connected
 
-    async def _start_lines(self, room: int) -> bool:
-        """Begin up to `room` lines; whether there may be more."""
+    async def _start_lines(self) -> bool:
+        """Begin lines while there is room for their answers, as far as those before tell; whether there may be more."""
         caller = self._context.tenancy.ring.caller_named(self.batch.tenant)
         if caller is None:
             # The key was revoked: nothing of it runs. It may be known elsewhere, and else will expire.
             self._paused_until = time.monotonic() + RENEW_SECONDS
             return True
-        rows = await self._ask(lambda: self._work.claim(self.batch, room))
-        for row in rows:
-            line = run_line(self._context, caller, self.batch.id, self.batch.endpoint, row)
-            self._running.add(asyncio.create_task(line))
-        return len(rows) == room
+        while (room := self._share() - self.num_running) > 0:
+            wanted = 1 if self._most_answers is None else max(1, room // self._most_answers)
+            rows, counts = await self._ask(partial(self._claim, wanted))
+            for row, num_answers in zip(rows, counts, strict=True):
+                line = run_line(self._context, caller, self.batch.id, self.batch.endpoint, row)
+                self._running[asyncio.create_task(line)] = num_answers
+            self._most_answers = max((self._most_answers or 1, *counts))
+            if len(rows) < wanted:
+                return False
+        return True
+
+    def _claim(self, num_lines: int) -> tuple[list[RunningRow], list[int]]:
+        rows = self._work.claim(self.batch, num_lines)
+        return rows, [count_answers(row.body) for row in rows]
 
     async def _next_ended(self) -> list["asyncio.Task[RowEnd | Postponed]"]:
         """Return the lines that have ended; wait for one for a moment, after which there may be more room."""
@@ -234,7 +245,8 @@ class HeldBatch:
 
     async def _settle(self, tasks: list["asyncio.Task[RowEnd | Postponed]"]) -> bool:
         """Record lines that have ended, all in one transaction; whether some must run again."""
-        self._running.difference_update(tasks)
+        for task in tasks:
+            del self._running[task]
         outcomes = [task.result() for task in tasks]
         ends = [outcome for outcome in outcomes if isinstance(outcome, RowEnd)]
         if ends:

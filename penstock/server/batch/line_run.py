@@ -84,6 +84,24 @@ async def run_line(
             answer.charge.withdraw()
 
 
+class _Asked(msgspec.Struct):
+    """What of a body says how many answers it wants."""
+
+    n: int | None = None
+    prompt: str | list[int | str | list[int]] | None = None
+
+
+def count_answers(body: str) -> int:
+    """How many answers a line asks for; 1 where its body is not what it should be, as will be found when it runs."""
+    try:
+        asked = msgspec.json.decode(body, type=_Asked)
+    except msgspec.DecodeError:
+        return 1
+    prompt = asked.prompt
+    num_prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+    return max(1, asked.n or 1) * num_prompts
+
+
 async def _begin(
     context: ServerContext, caller: Caller, record: RequestRecord, endpoint: str, body: str
 ) -> tuple[Answer, Reply]:

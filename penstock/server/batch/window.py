@@ -1,6 +1,6 @@
-"""How many lines of batches one API worker has under way: enough to fill idle capacity, hardly any that wait.
+"""How many answers of batches one API worker has under way: enough to fill idle capacity, hardly any that wait.
 
-Grows while the engine has nobody waiting and shrinks by those who do. Knows nothing of batches.
+Grows while the engine has nobody waiting and shrinks by those who do. Knows nothing of batches or their lines.
 """
 
 from penstock.engine.messages import STATS_SECONDS

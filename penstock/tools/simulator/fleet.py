@@ -170,7 +170,8 @@ def load_of(stats: EngineStats, kv_tokens: int) -> Load:
         prompt_tokens=stats.prompt_tokens,
         generated_tokens=stats.generated_tokens,
         num_kept=sum(outcomes["kept"] for outcomes in stats.promises.values()),
-        num_missed=sum(outcomes["broken"] for outcomes in stats.promises.values()) + sum(stats.num_refused.values()),
+        num_missed=sum(outcomes["broken"] for outcomes in stats.promises.values())
+        + sum(count for reason, count in stats.num_refused.items() if reason != "unreachable"),
         kv_tokens=kv_tokens,
     )
 

@@ -188,6 +188,22 @@ def test_an_idle_engine_keeps_a_term_or_names_the_least_that_it_could_keep(name,
     assert second.last is not None and second.last.finish is FinishReason.LENGTH
 
 
+def call(engine, prefix, num_answers, **fields):
+    """Send a call of several answers to the same prompt, as a server does."""
+    terms = [{"call_tokens": num_answers * fields["prompt"], "call_answers": num_answers}]
+    terms += [{"call_tokens": 0}] * (num_answers - 1)
+    return [engine.submit(request(f"{prefix}{index}", **share, **fields)) for index, share in enumerate(terms)]
+
+
+def named_seconds(refused):
+    """What a refusal says would be accepted."""
+    assert refused.last is not None and refused.last.error is not None
+    assert refused.last.error_code == TargetUnreachable.code
+    named = re.search(r"at least ([0-9.]+)", refused.last.error)
+    assert named is not None
+    return float(named[1]) / 1000
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     name=st.sampled_from(["targets.ttft_ms", "deadline_ms"]),
@@ -200,29 +216,90 @@ def test_several_answers_to_one_call_are_in_time_or_told_what_all_of_them_need(
     name, seconds, prompt, answer, num_answers
 ):
     engine = VirtualEngine(known=H200_LLAMA_8B)
-
-    def call(prefix, seconds):
-        asked = terms_of(name, seconds, 0.0)
-        terms = [{"call_tokens": num_answers * prompt, "call_answers": num_answers}]
-        terms += [{"call_tokens": 0}] * (num_answers - 1)
-        return [
-            engine.submit(request(f"{prefix}{index}", prompt=prompt, answer=answer, **share, **asked))
-            for index, share in enumerate(terms)
-        ]
-
-    answers = call("a", seconds)
+    fields = {"prompt": prompt, "answer": answer}
+    answers = call(engine, "a", num_answers, **fields, **terms_of(name, seconds, 0.0))
     if answers[0].refused:
-        assert answers[0].last is not None and answers[0].last.error is not None
-        assert (answers[0].last.error_code, answers[0].last.error_param) == (TargetUnreachable.code, name)
-        named = re.search(r"at least ([0-9.]+)", answers[0].last.error)
-        assert named is not None
-        # Its caller ends the others, and asks for what was named.
-        engine.engine.abort(b"", [f"a{index}" for index in range(1, num_answers)])
-        seconds = float(named[1]) / 1000
-        answers = call("b", seconds)
+        assert answers[0].last is not None and answers[0].last.error_param == name
+        seconds = named_seconds(answers[0])
+        answers = call(engine, "b", num_answers, **fields, **terms_of(name, seconds, 0.0))
     engine.run([])
     assert all(not one.refused and one.ttft <= seconds for one in answers)
     assert all(one.last is not None and one.last.finish is FinishReason.LENGTH for one in answers)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_answers=st.integers(1, 128),
+    prompt=st.integers(1, 2000),
+    row=st.floats(1e-6, 1e-3),
+    context_token=st.floats(1e-9, 1e-6),
+    max_running=st.sampled_from([4, 64, 256]),
+)
+def test_the_time_per_token_that_is_named_for_several_answers_is_kept_by_an_idle_engine(
+    num_answers, prompt, row, context_token, max_running
+):
+    costs = msgspec.structs.replace(H200_LLAMA_8B, row=row, context_token=context_token)
+    engine = VirtualEngine(costs.seconds, known=costs, max_running=max_running)
+    fields = {"prompt": prompt, "answer": 2}
+    refused = call(engine, "a", num_answers, **fields, targets=Targets(time_per_token_seconds=0.0005))
+    named = Targets(time_per_token_seconds=named_seconds(refused[0]))
+    assert not any(one.refused for one in call(engine, "b", num_answers, **fields, targets=named))
+
+
+@pytest.mark.parametrize("name", ["targets.ttft_ms", "targets.time_per_token_ms", "deadline_ms"])
+def test_what_was_named_is_still_accepted_when_steps_have_become_a_little_slower(name):
+    def seconds(shape: StepShape) -> float:
+        return H200_LLAMA_8B.seconds(shape) * 1.03
+
+    engine = VirtualEngine(seconds, known=H200_LLAMA_8B)
+    fields = {"prompt": 200, "answer": 60}
+    named = named_seconds(call(engine, "a", 16, **fields, **terms_of(name, 0.001, 0.0))[0])
+    engine.run([request(f"{index}", 0.02 * index, prompt=200, answer=60) for index in range(40)])
+    now = engine.clock.now
+    again = call(engine, "b", 16, arrival=now, **fields, **terms_of(name, named, now))
+    assert not any(one.refused for one in again)
+
+
+def test_a_deadline_that_is_lost_in_the_clock_is_not_called_zero():
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    engine.clock.now = 1e6
+    refused = engine.submit(request("a", 1e6, deadline=1e6 + 1e-12))
+    assert refused.last is not None and refused.last.error is not None
+    assert refused.last.error.startswith("deadline_ms: under 0.001 ms cannot be kept")
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_waiting=st.integers(10, 60),
+    max_running=st.sampled_from([2, 8, 64, 256]),
+    prompts=st.sampled_from([64, 512, 2000]),
+    answers=st.sampled_from([1, 16, 128]),
+    begun=st.sampled_from([0.0, 0.1, 1.0]),
+    prompt=st.sampled_from([16, 256, 1024]),
+    target=st.sampled_from([0.1, 0.5, 2.0]),
+    seed=st.integers(0, 1000),
+)
+def test_whoever_waits_as_told_for_a_first_token_is_let_in(
+    num_waiting, max_running, prompts, answers, begun, prompt, target, seed
+):
+    rng = random.Random(seed)
+    engine = VirtualEngine(known=H200_LLAMA_8B, max_running=max_running)
+    for index in range(num_waiting):
+        engine.submit(request(f"{index}", prompt=rng.randint(1, prompts), answer=rng.randint(1, answers)))
+    engine.run([], until=begun)
+
+    def ask(name):
+        targets = Targets(ttft_seconds=target)
+        return engine.submit(request(name, engine.clock.now, prompt=prompt, answer=8, targets=targets))
+
+    first = ask("first").last
+    if first is None:
+        return
+    assert first.error_code == Overloaded.code and first.retry_after_seconds is not None
+    told = engine.clock.now + first.retry_after_seconds
+    engine.run([], until=told)
+    engine.clock.now = max(engine.clock.now, told)
+    assert not ask("second").refused
 
 
 def test_a_deadline_that_an_idle_engine_could_not_meet_is_the_callers_mistake_even_while_the_queue_is_full():

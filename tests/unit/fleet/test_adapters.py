@@ -22,6 +22,7 @@ penstock_promises_total{kind="time_per_token",outcome="kept"} 6.0
 penstock_promises_total{kind="time_per_token",outcome="broken"} 1.0
 penstock_refused_requests_total{reason="ttft"} 2.0
 penstock_refused_requests_total{reason="queue_full"} 3.0
+penstock_refused_requests_total{reason="unreachable"} 90.0
 """,
     "vllm": """# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0",model_name="m"} 1.0

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from penstock.engine.messages import TokenEvent
+from penstock.engine.messages import EngineStats, TokenEvent
 from penstock.errors import EngineFailed
 from penstock.request import FinishReason, Tier
+from penstock.server.batch.line_run import count_answers
 from penstock.server.batch.runner import BatchRunner
 from penstock.server.batch.window import FEWEST, MOST, Window
 from penstock.store.batch_work import MAX_ATTEMPTS
@@ -288,3 +289,33 @@ def test_a_window_that_is_not_filled_does_not_grow():
     for now in range(10):
         window.look(float(now), num_waiting=0, is_full=False)
     assert window.size == FEWEST
+
+
+@pytest.mark.parametrize(
+    ("body", "answers"),
+    [
+        ('{"prompt": "a"}', 1),
+        ('{"prompt": "a", "n": 128}', 128),
+        ('{"prompt": ["a", "b"], "n": 3}', 6),
+        ('{"prompt": [1, 2, 3]}', 1),
+        ('{"prompt": [[1], [2]]}', 2),
+        ('{"messages": [], "n": 4}', 4),
+        ('{"n": "many"}', 1),
+        ('{"n": -4}', 1),
+    ],
+)
+def test_a_line_counts_as_many_answers_as_it_asks_for(body, answers):
+    assert count_answers(body) == answers
+
+
+async def test_the_window_is_filled_with_answers_not_with_lines(tmp_path):
+    async with running_desk(tmp_path) as desk:
+        engine, may_end = desk.service.engine, asyncio.Event()
+        engine.stats = EngineStats(num_waiting=1)  # so few that the window stays as it is
+        engine.script = lambda request: [may_end, *engine.say(request, "well")]
+        batch_id = await desk.start(*(line(f"{index}", n=FEWEST // 2) for index in range(6)))
+        await until(lambda: len(engine.submitted) >= FEWEST)
+        await asyncio.sleep(0.1)
+        assert len(engine.submitted) == FEWEST
+        may_end.set()
+        assert (await desk.ended(batch_id))["request_counts"]["completed"] == 6

@@ -1,0 +1,97 @@
+"""Whether a call that arrives is let in: whole or not at all, and looked at once.
+
+Joins the queue's places with the forecasts, and counts refusals, one for a call. Queues nothing. Knows nothing of
+steps.
+"""
+
+from collections.abc import Callable
+
+from penstock.engine.scheduler.admission import Load
+from penstock.engine.scheduler.calls import Calls
+from penstock.engine.scheduler.foresight import Foresight
+from penstock.engine.scheduler.placement import Placement
+from penstock.engine.scheduler.queue_places import QueuePlaces
+from penstock.engine.scheduler.request_state import RequestState
+from penstock.errors import DeadlineExceeded, Overloaded, PenstockError
+
+# Where nothing is foreseen.
+_GUESSED_SECONDS = 1.0
+
+
+class Entrance:
+    """Where requests come in."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        foresight: Foresight | None,
+        *,
+        max_running: int,
+        max_waiting: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._placement = placement
+        self._foresight = foresight
+        self._calls = Calls()
+        self._places = QueuePlaces(placement, max_running=max_running, max_waiting=max_waiting)
+        self._clock = clock
+
+    def admit(self, request: RequestState) -> None:
+        """Raise if there is no place for the request's call, or if it would be too late."""
+        call = self._calls.followed(request)
+        if call is not None:
+            if call.refusal is not None:
+                raise call.refusal.with_traceback(None)
+            return
+        try:
+            self._check_call(request)
+        except PenstockError as error:
+            self._calls.begin(request, error)
+            raise
+        self._calls.begin(request, None)
+
+    def forget_client(self, client: bytes) -> None:
+        """Keep no places for what a client has not sent: it is gone."""
+        self._calls.forget(client)
+
+    def _check_call(self, request: RequestState) -> None:
+        now, load, refused = self._clock(), load_of(self._placement, request), self._placement.metrics.num_refused
+        admission = None if self._foresight is None else self._foresight.admission
+        unreachable = None if admission is None else admission.find_unreachable(request, load, now)
+        if unreachable is not None:
+            refused["unreachable"] += 1
+            raise unreachable
+        if request.deadline is not None and request.deadline <= now:
+            refused["deadline"] += 1
+            raise DeadlineExceeded("the deadline had passed before the request could start; give it more time")
+        no_place = self._places.find(request, self._calls.num_coming(request.level[0]))
+        if no_place is not None:
+            refused["queue_full"] += 1
+            seconds = _GUESSED_SECONDS
+            if admission is not None:
+                seconds = admission.place_seconds(load, no_place.num_endings, now)
+            message = f"{no_place.message}; try again after the time in Retry-After"
+            raise Overloaded(message, retry_after_seconds=seconds)
+        if self._foresight is not None:
+            self._check_terms(request, load, self._foresight, now)
+
+    def _check_terms(self, request: RequestState, load: Load, foresight: Foresight, now: float) -> None:
+        forecast = foresight.admission.forecast(request, load, now)
+        request.predicted_ttft = forecast.ttft_seconds if foresight.model.is_trusted else None
+        reason = foresight.admission.check(request, forecast)
+        if reason is not None:
+            self._placement.metrics.num_refused[reason] += 1
+            raise foresight.admission.refusal(reason, request, forecast, load, now)
+
+
+def load_of(placement: Placement, request: RequestState | None = None) -> Load:
+    """What the engine has taken on, as the request finds it."""
+    return Load(
+        running=placement.running,
+        waiting=placement.waiting,
+        num_free_rows=len(placement.free_rows),
+        num_free_blocks=placement.num_unpromised_blocks,
+        block_tokens=placement.cache.block_tokens,
+        lengths=placement.lengths,
+        may_displace=request is not None and placement.displaced_by(request) is not None,
+    )
