@@ -78,6 +78,15 @@ async def test_requests_are_spread_and_say_where_they_went():
         assert all("policy=least-loaded" in route and "attempts=1" in route for route in routes)
 
 
+async def test_without_keys_a_gateway_answers_no_page_whose_name_points_at_it():
+    async with FakeReplica().running() as replica, running_gateway(replica) as running:
+        for headers in ({"host": "evil.example:18200"}, {"sec-fetch-site": "cross-site"}):
+            response = await running.ask(headers)
+            assert (response.status, (await response.json())["error"]["code"]) == (403, "permission_denied")
+        assert (await running.ask({"host": "localhost"})).status == 200
+        assert len(replica.received) == 1
+
+
 async def test_models_are_merged_and_aliases_reach_their_model():
     config = msgspec.structs.replace(QUICK, aliases={"gpt": "big"})
     async with (
