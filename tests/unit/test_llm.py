@@ -10,7 +10,6 @@ from penstock.errors import ContextTooLong, EngineUnavailable, InvalidParameter,
 from tests.fakes.tiny_tokenizer import write_tokenizer
 from tests.tiny_engine import CONFIG
 
-
 OPTIONS = {"load_format": "dummy", "precision": "exact", "kv_memory": "1MiB", "threads": 1}
 
 

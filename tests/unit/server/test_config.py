@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config import gather
-from penstock.errors import ConfigError, StoreUnavailable
+from penstock.errors import ConfigError
 from penstock.server.config import admin_address, resolve
 from penstock.server.store_opening import prepare_store
 from penstock.store.database import Database
