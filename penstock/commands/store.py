@@ -16,12 +16,15 @@ if TYPE_CHECKING:
 
 @contextmanager
 def opened_store(options: Options, *, may_make: bool = False) -> Iterator["Database"]:
-    """Open the store that the options name. One that is not there is an error unless it `may_make` one."""
+    """Open the store that the options name, or else the default one, which is made where it is not there.
+
+    A name where there is no store is taken for a typing error, unless the command `may_make` one.
+    """
     from penstock.store.database import Database, exists
     from penstock.store.location import shown, store_location
 
     location = store_location(options.store)
-    if not may_make and not exists(location):
+    if options.store is not None and not may_make and not exists(location):
         raise ConfigError("--store", shown(location), "there is no store: give the one that the server or gateway has")
     database = Database.open(location)
     try:

@@ -162,6 +162,13 @@ def test_only_making_a_key_makes_a_store(tmp_path, capsys, command):
     assert run("keys", "create", "alice", "--store", str(mistyped)) == 0
 
 
+@pytest.mark.parametrize("command", [("usage",), ("keys", "list")])
+def test_before_anything_ran_there_is_nothing_to_show(tmp_path, monkeypatch, command):
+    monkeypatch.delenv("PENSTOCK_STORE", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert run(*command) == 0
+
+
 def test_usage_is_shown_by_tenant_and_day(store, capsys):
     database = Database.open(store)
     with database.writing() as connection:
