@@ -87,6 +87,14 @@ async def test_without_keys_a_gateway_answers_no_page_whose_name_points_at_it():
         assert len(replica.received) == 1
 
 
+async def test_with_keys_a_gateway_serves_pages_of_other_sites_also_from_an_open_replica():
+    ring = KeyRing((ApiKey("alice", hashlib.sha256(b"a").hexdigest()),))
+    async with FakeReplica().running() as replica, running_gateway(replica, ring=ring) as running:
+        page = {"authorization": "Bearer a", "host": "models.example", "sec-fetch-site": "cross-site"}
+        assert (await running.ask(page)).status == 200
+        assert "sec-fetch-site" not in replica.headers[-1]
+
+
 async def test_models_are_merged_and_aliases_reach_their_model():
     config = msgspec.structs.replace(QUICK, aliases={"gpt": "big"})
     async with (
