@@ -37,7 +37,10 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(rollout.app, name="rollout")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens to answer with (default: 128, or what fits)")]
+MaxTokens = Annotated[
+    int | None,
+    number_flag("--max-tokens", "Most tokens to answer with (default: 128, or what fits)", kind=int, low=1),
+]
 Temperature = Annotated[float | None, number_flag("--temperature", "0 is greedy; more is more varied", high=2.0)]
 
 
@@ -124,7 +127,9 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message", show_default=False)] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Most tokens of an answer (default: 512, or half of a smaller context)"),
+        number_flag(
+            "--max-tokens", "Most tokens of an answer (default: 512, or half of a smaller context)", kind=int, low=1
+        ),
     ] = None,
     temperature: Temperature = 0.7,
 ) -> None:
@@ -198,7 +203,7 @@ def simulate(
     profile: Annotated[
         str, typer.Option(metavar="NAME|FILE", help="Device and model; NAME@0.1 takes a tenth of the time")
     ] = "h200-llama-8b",
-    replicas: Annotated[int, typer.Option(min=1, max=1024, help="Servers behind a gateway")] = 1,
+    replicas: Annotated[int, number_flag("--replicas", "Servers behind a gateway", kind=int, low=1, high=1024)] = 1,
     policy: Annotated[str, typer.Option(metavar="NAME", help="How it spreads requests over them")] = "least-loaded",
     workload: bench.WorkloadNames = None,
     shape: bench.ShapeText = None,

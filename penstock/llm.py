@@ -18,7 +18,7 @@ from penstock.engine.messages import Submit, TokenEvent, TokenLogprob
 from penstock.engine.scheduler.intake import check_submit
 from penstock.engine.timeline import Timeline
 from penstock.engine.tokenizer import Tokenizer
-from penstock.errors import EngineFailed, RequestError, TemplateFailed
+from penstock.errors import EngineFailed, EngineUnavailable, RequestError, TemplateFailed
 from penstock.models import store
 from penstock.request import FinishReason, SamplingParams, check_answer_fits
 from penstock.server.chat_template import ChatTemplate
@@ -99,6 +99,7 @@ class LLM:
         self.spec = built.spec
         self._engine = built.engine
         self._next_id = 0
+        self._is_closed = False
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -127,7 +128,8 @@ class LLM:
         return [request.prompt_logprobs for request in self._run(ids, [params] * len(ids))]
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Let go of the model. What is asked afterwards raises EngineUnavailable."""
+        self._is_closed = True
         self._engine.runner.close()
 
     def __enter__(self) -> "LLM":
@@ -146,6 +148,10 @@ class LLM:
     ) -> list[SamplingParams]:
         if params is None:
             params = SamplingParams()
+        for chosen in (params,) if isinstance(params, SamplingParams) else params:
+            if not isinstance(chosen, SamplingParams):
+                raise RequestError(f"{chosen!r} is not usable; give SamplingParams", param="params")
+            chosen.check_types()
         if isinstance(params, SamplingParams):
             return [params] * len(prompts)
         if len(params) != len(prompts):
@@ -155,6 +161,8 @@ class LLM:
 
     def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[_Open]:
         """Run requests to their ends, keeping the engine's queue within its bound. The longest answers start first."""
+        if self._is_closed:
+            raise EngineUnavailable("this LLM was closed; make another")
         submits = [self._checked(prompt, chosen) for prompt, chosen in zip(prompts, params, strict=True)]
         done: dict[int, _Open] = {}
         open_requests: dict[str, _Open] = {}

@@ -4,7 +4,9 @@ Shared by every layer. Knows nothing of HTTP, tokens' text or tensors.
 """
 
 import enum
+import inspect
 import math
+import numbers
 
 import msgspec
 
@@ -72,6 +74,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
+    def check_types(self) -> None:
+        """Raise InvalidParameter for the first value of a wrong type. What was decoded has none."""
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            try:
+                msgspec.convert(_plain(value), field.type)
+            except msgspec.ValidationError:
+                raise InvalidParameter(field.name, value, f"give {inspect.formatannotation(field.type)}") from None
+
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidParameter for the first value the engine cannot honour."""
         _check_range("temperature", self.temperature, 0.0, 2.0)
@@ -91,12 +102,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise InvalidParameter("seed", self.seed, f"give an integer from {-(2**63)} to {2**63 - 1}")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise InvalidParameter("top_logprobs", self.logprobs, f"give an integer from 0 to {MAX_LOGPROBS}")
+            raise InvalidParameter("logprobs", self.logprobs, f"give an integer from 0 to {MAX_LOGPROBS}")
         for token_id, bias in self.logit_bias.items():
             _check_token("logit_bias", token_id, vocab_size)
             _check_range("logit_bias", bias, -100.0, 100.0)
         for token_id in self.stop_token_ids:
             _check_token("stop_token_ids", token_id, vocab_size)
+
+
+def _plain(value: object) -> object:
+    """Return another library's number as Python's own."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def check_answer_fits(

@@ -12,7 +12,7 @@ import msgspec
 from penstock.errors import InvalidParameter
 from penstock.request import MAX_PRIORITY, NO_TARGETS, Targets
 
-# Whom requests count for where no keys are used.
+# Whom requests count for where no keys are used: no key can have this name.
 OPEN_TENANT = "open"
 
 # Of a tenant's share of a busy engine. What is served is counted in parts of it, so it must not be any number.
@@ -115,6 +115,8 @@ class Usage(msgspec.Struct, kw_only=True):
 
 def check_name(name: Any) -> str | None:
     """Return what is wrong with a key's name, or None."""
+    if name == OPEN_TENANT:
+        return f"needs another name: {OPEN_TENANT!r} is whom requests count for where there are no keys"
     if isinstance(name, str) and _NAME.fullmatch(name):
         return None
     return "needs a name of up to 64 letters, digits, '.', '_' or '-'"
@@ -133,6 +135,8 @@ def check_terms(terms: KeyTerms) -> None:
         raise InvalidParameter("priority", terms.priority, f"give an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}")
     if terms.models is not None and not terms.models:
         raise InvalidParameter("models", [], "name at least one, or leave it out")
+    if not all(name.strip() for name in terms.models or ()):
+        raise InvalidParameter("models", list(terms.models or ()), "give each of them a name")
     for group, struct in (("limits", terms.limits), ("targets", terms.targets)):
         for field in struct.__struct_fields__:
             value = getattr(struct, field)

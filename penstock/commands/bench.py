@@ -41,7 +41,7 @@ ShapeText = Annotated[
     ),
 ]
 SharedTokens = Annotated[
-    int, typer.Option(min=0, help="Tokens that begin every prompt of --shape", rich_help_panel=LOAD)
+    int, number_flag("--shared-tokens", "Tokens that begin every prompt of --shape", kind=int, rich_help_panel=LOAD)
 ]
 TraceFile = Annotated[
     Path | None,
@@ -52,11 +52,22 @@ Rate = Annotated[float | None, typer.Option(help="Poisson arrivals, requests per
 Rates = Annotated[
     str | None, typer.Option(metavar="R,R,…", help="The workload once at each rate", rich_help_panel=LOAD)
 ]
-Concurrency = Annotated[int | None, typer.Option(min=1, help="So many requests open at any time", rich_help_panel=LOAD)]
-Limit = Annotated[int | None, typer.Option(min=1, help="Only the first N requests", metavar="N", rich_help_panel=LOAD)]
-Seed = Annotated[int, typer.Option(min=0, help="Another seed gives other tokens and arrivals", rich_help_panel=LOAD)]
+Concurrency = Annotated[
+    int | None,
+    number_flag("--concurrency", "So many requests open at any time", kind=int, low=1, rich_help_panel=LOAD),
+]
+Limit = Annotated[
+    int | None,
+    number_flag("--limit", "Only the first N requests", kind=int, low=1, metavar="N", rich_help_panel=LOAD),
+]
+Seed = Annotated[
+    int, number_flag("--seed", "Another seed gives other tokens and arrivals", kind=int, rich_help_panel=LOAD)
+]
 Warmup = Annotated[
-    int, typer.Option(min=0, metavar="N", help="Requests before each run that are not measured", rich_help_panel=LOAD)
+    int,
+    number_flag(
+        "--warmup", "Requests before each run that are not measured", kind=int, metavar="N", rich_help_panel=LOAD
+    ),
 ]
 Temperature = Annotated[
     float | None,

@@ -21,16 +21,18 @@ from penstock.config import Group, Options, flag, gather, to_number
 CONFIG_HELP = "TOML file of options, named as the flags are"
 
 _Field = dataclasses.Field[Any]
+_METAVARS: Mapping[type, str] = MappingProxyType({int: "INTEGER", float: "NUMBER"})
 
 
 def number_flag(
     name: str,
     text: str | None = None,
     *,
+    kind: type[int] | type[float] = float,
     low: float = 0.0,
     high: float = math.inf,
     open_low: bool = False,
-    metavar: str = "NUMBER",
+    metavar: str | None = None,
     **looks: Any,
 ) -> Any:
     """Return the typer option of a flag that takes a number, which fails as the flags of options do.
@@ -39,9 +41,9 @@ def number_flag(
     """
 
     def parse(value: Any) -> float:
-        return to_number(name, value, float, low, high, open_low=open_low)
+        return to_number(name, value, kind, low, high, open_low=open_low)
 
-    return typer.Option(name, parser=parse, help=text, metavar=metavar, **looks)
+    return typer.Option(name, parser=parse, help=text, metavar=metavar or _METAVARS[kind], **looks)
 
 
 def options_of(*groups: Group) -> tuple[str, ...]:
@@ -116,7 +118,7 @@ def _metavar(item: _Field) -> str:
     if "choices" in item.metadata:
         return "|".join(item.metadata["choices"])
     kinds = _kinds(item)
-    return "INTEGER" if int in kinds else "NUMBER" if float in kinds else "TEXT"
+    return next((text for kind, text in _METAVARS.items() if kind in kinds), "TEXT")
 
 
 def _is_bool(item: _Field) -> bool:

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -17,10 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.commands.flags import number_flag, takes_options
+from penstock.commands.store import opened_store
 from penstock.commands.tables import print_table
 from penstock.config import Options, Sourced
 from penstock.errors import ConfigError
-from penstock.request import Targets
+from penstock.request import MAX_PRIORITY, Targets
 from penstock.tenants import LARGEST_WEIGHT, LEAST_WEIGHT, MAX_OVERLAP_SECONDS, KeyTerms, Limits, StoredKey
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ LIMITS, TARGETS = "Limits (default: none)", "Targets"
 
 Name = Annotated[str, typer.Argument(help="The tenant that the key's requests count for")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
-Limit = Annotated[int | None, typer.Option(min=1, rich_help_panel=LIMITS, show_default=False)]
+
+
+def _limit(name: str) -> Any:
+    return number_flag(name, kind=int, low=1, rich_help_panel=LIMITS, show_default=False)
 
 
 @app.command()
@@ -48,17 +52,24 @@ def create(
         ),
     ] = 1.0,
     priority: Annotated[
-        int | None, typer.Option(help="Of its requests, and the highest they may ask for; larger runs earlier")
+        int | None,
+        number_flag(
+            "--priority",
+            "Of its requests, and the highest they may ask for; larger runs earlier",
+            kind=int,
+            low=-MAX_PRIORITY,
+            high=MAX_PRIORITY,
+        ),
     ] = None,
     models: Annotated[
         str | None, typer.Option(metavar="NAME,…", help="The only models it may use", show_default=False)
     ] = None,
-    requests_per_minute: Limit = None,
-    input_tokens_per_minute: Limit = None,
-    output_tokens_per_minute: Limit = None,
-    concurrent_requests: Limit = None,
-    tokens_per_day: Limit = None,
-    longest_context: Limit = None,
+    requests_per_minute: Annotated[int | None, _limit("--requests-per-minute")] = None,
+    input_tokens_per_minute: Annotated[int | None, _limit("--input-tokens-per-minute")] = None,
+    output_tokens_per_minute: Annotated[int | None, _limit("--output-tokens-per-minute")] = None,
+    concurrent_requests: Annotated[int | None, _limit("--concurrent-requests")] = None,
+    tokens_per_day: Annotated[int | None, _limit("--tokens-per-day")] = None,
+    longest_context: Annotated[int | None, _limit("--longest-context")] = None,
     ttft_seconds: Annotated[
         float | None,
         number_flag("--ttft-seconds", open_low=True, rich_help_panel=TARGETS, show_default=False),
@@ -85,7 +96,7 @@ def create(
         ),
         targets=Targets(ttft_seconds=ttft_seconds, time_per_token_seconds=time_per_token_seconds),
     )
-    with stored_keys(sourced.options) as store:
+    with stored_keys(sourced.options, may_make=True) as store:
         show_secret(name, store.create(name, terms), as_json=json)
     return 0
 
@@ -127,17 +138,12 @@ def rotate(
 
 
 @contextmanager
-def stored_keys(options: Options) -> Iterator["KeyStore"]:
+def stored_keys(options: Options, *, may_make: bool = False) -> Iterator["KeyStore"]:
     """Open the keys of the store that the options name."""
-    from penstock.store.database import Database
     from penstock.store.keys import KeyStore
-    from penstock.store.location import store_location
 
-    database = Database.open(store_location(options.store))
-    try:
+    with opened_store(options, may_make=may_make) as database:
         yield KeyStore(database)
-    finally:
-        database.close()
 
 
 def parse_overlap(option: str, text: str) -> float:

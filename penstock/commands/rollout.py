@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.commands.flags import takes_options
+from penstock.commands.store import opened_store
 from penstock.config import Options, Sourced
 
 if TYPE_CHECKING:
@@ -88,16 +89,7 @@ def abort(sourced: Sourced, model: Model) -> int:
 
 @contextmanager
 def _book(options: Options) -> Iterator["RolloutStore"]:
-    from penstock.errors import ConfigError
-    from penstock.store.database import Database, exists
-    from penstock.store.location import shown, store_location
     from penstock.store.rollouts import RolloutStore
 
-    location = store_location(options.store)
-    if not exists(location):
-        raise ConfigError("--store", shown(location), "there is no store: give the one that the gateway has")
-    database = Database.open(location)
-    try:
+    with opened_store(options) as database:
         yield RolloutStore(database)
-    finally:
-        database.close()

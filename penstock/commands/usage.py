@@ -8,12 +8,11 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
+from penstock.commands.store import opened_store
 from penstock.commands.tables import print_table
 from penstock.config import Options
 from penstock.errors import ConfigError
-from penstock.store.database import Database
 from penstock.store.ledger import UsageLedger
-from penstock.store.location import store_location
 from penstock.tenants import Usage
 
 _COUNTS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "refused", "errors")
@@ -22,11 +21,8 @@ _COUNTS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "refus
 def run(options: Options, *, tenant: str | None, since: str | None, as_json: bool) -> int:
     if since is not None:
         since = parse_day("--since", since)
-    database = Database.open(store_location(options.store))
-    try:
+    with opened_store(options) as database:
         entries = UsageLedger(database).read(tenant=tenant, since=since)
-    finally:
-        database.close()
     show(entries, as_json=as_json)
     return 0
 

@@ -4,6 +4,8 @@ Adding an endpoint is one file in `routes/` and one line in `ROUTES`, or in `ADM
 has an app of its own. Knows nothing of processes and sockets: that is `server.worker`'s.
 """
 
+import functools
+
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -39,16 +41,18 @@ ADMIN_ROUTES = (admin_keys, admin_usage)
 def create_app(context: ServerContext) -> FastAPI:
     """Return the app of one API worker. Raises if a route does not declare who may call it."""
     endpoints = [endpoint for module in ROUTES for endpoint in module.endpoints(context)]
-    return _assemble(context, endpoints, context.tenancy.ring)
+    return _assemble(context, endpoints, context.tenancy.ring, guide="/docs")
 
 
 def create_admin_app(context: ServerContext, *, needs_key: bool) -> FastAPI:
     """Return the app of the admin socket. Without `needs_key`, who can open the socket may do everything there."""
     endpoints = [endpoint for module in ADMIN_ROUTES for endpoint in module.endpoints(context)]
-    return _assemble(context, endpoints, context.tenancy.ring if needs_key else KeyRing(()))
+    keys = context.tenancy.ring if needs_key else KeyRing(())
+    return _assemble(context, endpoints, keys, guide="/openapi.json")
 
 
-def _assemble(context: ServerContext, endpoints: list[Endpoint], keys: KeyRing) -> FastAPI:
+def _assemble(context: ServerContext, endpoints: list[Endpoint], keys: KeyRing, *, guide: str) -> FastAPI:
+    """Return an app of these endpoints. `guide` is the path where callers can read what there is."""
     endpoints += document.endpoints(list(endpoints))
     app = FastAPI(
         title="Penstock", version=__version__, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
@@ -64,7 +68,7 @@ def _assemble(context: ServerContext, endpoints: list[Endpoint], keys: KeyRing) 
         )
     check_access(app.routes)
     app.add_exception_handler(PenstockError, _answer_error)
-    app.add_exception_handler(HTTPException, _answer_http_exception)
+    app.add_exception_handler(HTTPException, functools.partial(_answer_http_exception, guide=guide))
     app.add_middleware(FrontDoor, metrics=context.metrics)
     return app
 
@@ -78,16 +82,16 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     return Response(reply.body, reply.status, headers=headers, media_type="application/json")
 
 
-async def _answer_http_exception(request: Request, error: Exception) -> Response:
+async def _answer_http_exception(request: Request, error: Exception, *, guide: str) -> Response:
     """Give the framework's own refusals the shape of ours."""
     assert isinstance(error, HTTPException)
     method, path = request.method[:20], request.url.path[:200]
     if error.status_code == 404:
-        own: RequestError = RouteNotFound(f"there is no {path!r} here; see /docs for what there is")
+        own: RequestError = RouteNotFound(f"there is no {path!r} here; see {guide} for what there is")
     elif error.status_code == 405:
         # The path was found, so the router has noted whose it is.
         record_of(request).route = request.scope["endpoint"].endpoint.path
-        own = MethodNotAllowed(f"{method!r} is not possible on {path!r}; see /docs for what is")
+        own = MethodNotAllowed(f"{method!r} is not possible on {path!r}; see {guide} for what is")
     else:
         own = RequestError("the request could not be understood")
     response = await _answer_error(request, own)

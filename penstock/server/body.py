@@ -49,6 +49,13 @@ def has_body(headers: Headers) -> bool:
     return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
 
+def check_encoding(request: Request) -> None:
+    """Raise WrongMediaType for a compressed body: few bytes of it could be any number of ours."""
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise WrongMediaType(f"send the body as it is, without 'Content-Encoding: {encoding[:100]}'")
+
+
 async def read_request(request: Request, kind: type[Wanted], max_bytes: int) -> Wanted:
     """Return the checked body; none at all is as good as an empty object. Raises RequestError."""
     if not kind.has_required_fields() and not has_body(request.headers):
@@ -57,6 +64,7 @@ async def read_request(request: Request, kind: type[Wanted], max_bytes: int) -> 
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise WrongMediaType("send the body as JSON, with the header 'Content-Type: application/json'")
+    check_encoding(request)
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise BodyTooLarge(max_bytes)

@@ -4,7 +4,6 @@ Also reads what the options name, so that a wrong file is an error at start-up: 
 shared prefixes. The store is opened later, by `server.store_opening`. Knows nothing of the engine.
 """
 
-import ipaddress
 import os
 import sys
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from penstock.config import Options, Setting, Sourced
 from penstock.errors import ConfigError
+from penstock.loopback import is_loopback
 from penstock.request import Targets
 from penstock.server.registration import read_gateways
 from penstock.server.shared_prefixes import DeclaredPrefix, load_prefixes
@@ -65,7 +65,7 @@ def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
         served_name=served_name,
         keys=keys,
         keys_file=options.keys,
-        needs_keys=bool(keys) or not _is_loopback(options.host),
+        needs_keys=bool(keys) or not is_loopback(options.host),
         store=store,
         store_is_default=options.store is None,
         admin=options.admin_listen,
@@ -107,7 +107,7 @@ def admin_address(text: str) -> tuple[str, int] | Path:
         return Path(text.removeprefix("unix:")).expanduser().absolute()
     host, _, port = text.rpartition(":")
     host = host.strip("[]")
-    if not port.isdigit() or int(port) > 65535 or not _is_loopback(host):
+    if not port.isdigit() or int(port) > 65535 or not is_loopback(host):
         raise ConfigError("--admin-listen", text, "give unix:PATH, or a loopback address such as 127.0.0.1:8001")
     return host, int(port)
 
@@ -119,7 +119,7 @@ def _check_admin(text: str | None) -> None:
 
 def _check_host(host: str, store: str | None, *, has_keys_file: bool) -> None:
     """Raise unless the address is loopback's or callers will need keys."""
-    if _is_loopback(host) or has_keys_file:
+    if is_loopback(host) or has_keys_file:
         return
     # Only here must the store be asked before the port is bound; its database takes long to load.
     from penstock.server.store_opening import had_keys
@@ -141,15 +141,6 @@ def _seconds(milliseconds: float | None) -> float | None:
 
 def _shown(milliseconds: float | None) -> str:
     return "none" if milliseconds is None else f"{milliseconds:g}"
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False  # a name may point anywhere
 
 
 def _workers(sourced: Sourced) -> tuple[int, str]:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from penstock.errors import NotPermitted, RequestError
+from penstock.loopback import check_open_call
 from penstock.protocol.voucher import VOUCHER_HEADER, read_voucher
 from penstock.protocol.wire import WireModel
 from penstock.store.key_ring import KeyRing
@@ -64,6 +65,8 @@ class GuardedHandler:
         record = record_of(request)
         record.route = self.endpoint.path
         if self.endpoint.access is not Access.PUBLIC:
+            if self._keys.is_open:
+                check_open_call(request.method, request.headers, _own_address(request))
             caller = self._vouched(self._keys.identify(request.headers.get("authorization")), request)
             if SHADOW_HEADER in request.headers:
                 caller = _as_shadow(caller)
@@ -83,6 +86,12 @@ class GuardedHandler:
         return msgspec.structs.replace(caller, voucher=voucher)
 
 
+def _own_address(request: Request) -> str | None:
+    """Return the address that the connection came to; None: a Unix socket."""
+    address, port = request.scope.get("server") or (None, None)
+    return address if port is not None else None
+
+
 def _as_shadow(caller: Caller) -> Caller:
     """Return whom a gateway's copy of a request counts for. Raises NotPermitted, or anybody could go unbilled."""
     if not caller.terms.admin:
@@ -95,6 +104,10 @@ def _check_query(request: Request, known: tuple[str, ...]) -> None:
     if unknown is not None:
         shown = unknown[:100]
         raise RequestError(f"unknown parameter {shown!r}; the query may have: {', '.join(known)}", param=shown)
+    names = [name for name, _ in request.query_params.multi_items()]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise RequestError(f"{repeated} stands twice in the query; give it once", param=repeated)
 
 
 def check_access(routes: Iterable[BaseRoute]) -> None:

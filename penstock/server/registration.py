@@ -5,7 +5,6 @@ The key that a gateway may need is PENSTOCK_API_KEY's: one with admin = true. Kn
 
 import asyncio
 import http.client
-import ipaddress
 import logging
 import socket
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from penstock.errors import ConfigError, RemoteError
+from penstock.loopback import is_loopback
 from penstock.telemetry import log_event
 
 _UNIX = "unix:"
@@ -59,16 +59,9 @@ def read_gateways(text: str, host: str) -> tuple[str, ...]:
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path:
             right = "give a gateway's URL such as http://10.0.0.1:8080, or unix:PATH of its admin socket"
             raise ConfigError("--gateway", gateway, right)
-        if _is_loopback(host) and not _is_loopback(parts.hostname):
+        if is_loopback(host) and not is_loopback(parts.hostname):
             raise ConfigError("--gateway", gateway, f"it cannot reach {host}; give --host an address that it can")
     return gateways
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class Registration:

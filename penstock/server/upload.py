@@ -11,6 +11,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from penstock.errors import BodyTooLarge, NotPermitted, RequestError, WrongMediaType
+from penstock.server.body import check_encoding
 
 _FILE = "file"
 _MAX_FIELDS = 8
@@ -22,11 +23,12 @@ _FORM_BYTES = 64 * 1024
 class Upload:
     """One form. Read `chunks` to the end; then `fields` holds all other fields."""
 
-    def __init__(self, request: Request, *, max_bytes: int, chunk_bytes: int) -> None:
-        """Raises RequestError where the request holds no form that may be read."""
+    def __init__(self, request: Request, *, known: tuple[str, ...], max_bytes: int, chunk_bytes: int) -> None:
+        """`known` are the fields beside the file. Raises RequestError where there is no form that may be read."""
         self.filename: str | None = None  # known before the first chunk
         self.fields: dict[str, str] = {}
         self._request = request
+        self._known = known
         self._max_bytes = max_bytes
         self._chunk_bytes = chunk_bytes
         boundary = _boundary(request)
@@ -113,6 +115,12 @@ class Upload:
 
     def _begin_content(self) -> None:
         self._field = bytearray()
+        shown = self._name[:100]
+        if self._name not in (_FILE, *self._known):
+            fields = ", ".join((_FILE, *self._known))
+            raise RequestError(f"unknown parameter {shown!r}; the form may have: {fields}", param=shown)
+        if self._name in self.fields:
+            raise RequestError(f"{shown} stands twice in the form; give it once", param=shown)
 
     def _take_content(self, data: bytes, start: int, end: int) -> None:
         if self._is_file:
@@ -120,7 +128,7 @@ class Upload:
             return
         self._field += data[start:end]
         if len(self._field) > _MAX_FIELD_BYTES:
-            raise RequestError(f"{self._name[:100]}: at most {_MAX_FIELD_BYTES} bytes", param=self._name[:100])
+            raise RequestError(f"{self._name}: at most {_MAX_FIELD_BYTES} bytes", param=self._name)
 
     def _end_part(self) -> None:
         if not self._is_file:
@@ -135,6 +143,7 @@ def _boundary(request: Request) -> bytes:
     media_type, options = parse_options_header(request.headers.get("content-type", ""))
     if media_type != b"multipart/form-data":
         raise WrongMediaType("send the file as a form, with the header 'Content-Type: multipart/form-data'")
+    check_encoding(request)
     # Any web page may send a form to any server that its reader can reach; browsers then say where it came from.
     origin = request.headers.get("origin")
     if origin is not None and _place(origin) != request.headers.get("host"):

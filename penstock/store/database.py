@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, Table, create_engine, event, func, inspect, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import QueuePool
 
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable
@@ -51,8 +51,11 @@ class Database:
         database = cls(_make_engine(location, url), clock)
         try:
             database._prepare(location)
-        except PenstockError:
+        except PenstockError as error:
             database.close()
+            if _is_no_database(error.__cause__):
+                right = "this file is no SQLite database; give the store's path, or one where nothing is yet"
+                raise ConfigError("--store", shown(location), right) from error
             raise
         return database
 
@@ -168,6 +171,11 @@ def _url(location: str) -> URL:
     if url.get_backend_name() not in ("sqlite", "postgresql") or (url.host and url.get_backend_name() == "sqlite"):
         raise ConfigError("--store", shown(location), _RIGHT)
     return url
+
+
+def _is_no_database(error: BaseException | None) -> bool:
+    original = error.orig if isinstance(error, DBAPIError) else None
+    return getattr(original, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB
 
 
 def _make_file(location: str, path: Path) -> None:

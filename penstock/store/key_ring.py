@@ -44,7 +44,7 @@ class KeyRing:
     def caller_named(self, tenant: str) -> Caller | None:
         """Return a tenant's caller as its key is now; None: no key in force has this name."""
         if tenant == OPEN_TENANT:
-            return Caller(OPEN_TENANT)  # what was taken in before there were keys is still done
+            return Caller(OPEN_TENANT) if self.is_open else None  # what it left behind waits for an open server
         now = self._clock()
         for known in self._known.values():
             for _, key, caller in known:

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Row, delete, func, insert, or_, select, updat
 from penstock.errors import KeyNotFound, RequestError
 from penstock.store.database import Database
 from penstock.store.schema import keys, secrets, state
-from penstock.tenants import ApiKey, KeyTerms, StoredKey, check_name, check_terms
+from penstock.tenants import OPEN_TENANT, ApiKey, KeyTerms, StoredKey, check_name, check_terms
 
 _PREFIX = "psk-"
 
@@ -74,8 +74,9 @@ class KeyStore:
             return int(connection.execute(select(state.c.keys_version)).scalar_one())
 
     def load(self) -> tuple[ApiKey, ...]:
-        """Return every secret that opens something."""
+        """Return every secret that opens something. A key that was named as the open tenant is opens nothing."""
         joined = select(secrets.c.sha256, secrets.c.expires_at, keys.c.name, keys.c.terms).join_from(secrets, keys)
+        joined = joined.where(keys.c.name != OPEN_TENANT)
         with self._database.reading() as connection:
             return tuple(
                 ApiKey(row.name, row.sha256, msgspec.json.decode(row.terms, type=KeyTerms), row.expires_at)

@@ -28,6 +28,7 @@ ROOT_MODULES = (
     "connection_limits",
     "errors",
     "leash",
+    "loopback",
     "machine",
     "registry",
     "request",

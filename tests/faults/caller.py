@@ -31,7 +31,7 @@ def completion_body(**changes: object) -> bytes:
 
 def request_bytes(body: bytes, path: str = "/v1/completions", request_id: str = "") -> bytes:
     name = f"x-request-id: {request_id}\r\n" if request_id else ""
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n{name}"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n{name}"
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 

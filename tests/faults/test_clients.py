@@ -99,7 +99,7 @@ async def open_silent(server, count):
             *[asyncio.open_connection("127.0.0.1", port_of(server.url)) for _ in range(min(200, count - start))]
         )
     for _, writer in opened[::10]:
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n")
     return opened
 
 

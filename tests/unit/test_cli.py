@@ -200,6 +200,23 @@ def test_generate_hands_prompt_options_and_sampling_on(monkeypatch: pytest.Monke
     assert params == SamplingParams(max_tokens=3, temperature=0.5)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "right"),
+    [
+        (["generate", "Hi", "--max-tokens", "0"], "--max-tokens: '0' is not usable; give a whole number of at least 1"),
+        (["chat", "--max-tokens", "x"], "--max-tokens: 'x' is not usable; give a whole number of at least 1"),
+        (["simulate", "--replicas", "0"], "--replicas: '0' is not usable; give a whole number from 1 to 1024"),
+        (["simulate", "--limit", "0"], "--limit: '0' is not usable; give a whole number of at least 1"),
+        (["bench", "serve", "--seed", "-1"], "--seed: '-1' is not usable; give a whole number of at least 0"),
+    ],
+)
+def test_a_number_out_of_bounds_is_told_with_the_bounds(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], right: str
+) -> None:
+    assert run(*arguments) == 2
+    assert capsys.readouterr().err == f"{right}\n"
+
+
 def test_generate_has_no_server_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("generate", "x", "--port", "1") == 2
     assert "--port" in capsys.readouterr().err

@@ -2,20 +2,28 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from penstock import LLM, SamplingParams
-from penstock.errors import ContextTooLong, InvalidParameter, RequestError, TemplateFailed
+from penstock.errors import ContextTooLong, EngineUnavailable, InvalidParameter, RequestError, TemplateFailed
 from tests.fakes.tiny_tokenizer import write_tokenizer
 from tests.tiny_engine import CONFIG
 
+OPTIONS = {"load_format": "dummy", "precision": "exact", "kv_memory": "1MiB", "threads": 1}
+
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory):
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     write_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 512}))
-    with LLM(str(folder), load_format="dummy", precision="exact", kv_memory="1MiB", threads=1) as llm:
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(folder, **OPTIONS) as llm:
         yield llm
 
 
@@ -27,6 +35,11 @@ def llm(tmp_path_factory):
         ({"top_p": 5}, "top_p"),
         ({"temperature": float("nan")}, "temperature"),
         ({"stop_token_ids": (512,)}, "stop_token_ids"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"temperature": "1"}, "temperature"),
+        ({"logprobs": 50}, "logprobs"),
+        ({"top_k": True}, "top_k"),
+        ({"stop": "end"}, "stop"),
     ],
 )
 def test_a_wrong_parameter_is_the_callers_mistake(llm, params, param):
@@ -75,3 +88,23 @@ def test_a_chat_needs_a_template(llm, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
     with pytest.raises(TemplateFailed, match="no chat template"):
         llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_type_that_a_parameter_cannot_have_is_told_with_the_right_one(llm):
+    with pytest.raises(InvalidParameter, match=r"^max_tokens: 2\.5 is not usable; give int \| None$"):
+        llm.generate([[5]], [SamplingParams(max_tokens=2.5)])
+    with pytest.raises(RequestError, match="give SamplingParams"):
+        llm.generate([[5]], {"max_tokens": 2})
+
+
+def test_numbers_of_numpy_are_numbers(llm):
+    params = SamplingParams(max_tokens=np.int64(2), temperature=np.float64(0.5), ignore_eos=True)
+    assert len(llm.generate([[5]], params)[0].token_ids) == 2
+
+
+def test_what_was_closed_says_so(folder):
+    with LLM(folder, **OPTIONS) as llm:
+        llm.close()
+        for call in (llm.generate, llm.score):
+            with pytest.raises(EngineUnavailable, match="was closed; make another"):
+                call(["hi"])

@@ -57,7 +57,7 @@ def test_values_at_the_limits_are_usable(values: dict[str, Any]) -> None:
         ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
         ({"top_k": -1}, "top_k"),
         ({"seed": 2**63}, "seed"),
-        ({"logprobs": MAX_LOGPROBS + 1}, "top_logprobs"),
+        ({"logprobs": MAX_LOGPROBS + 1}, "logprobs"),
         ({"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
         ({"logit_bias": {1: 101.0}}, "logit_bias"),
         ({"logit_bias": {1: math.nan}}, "logit_bias"),

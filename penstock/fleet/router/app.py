@@ -45,6 +45,7 @@ from penstock.fleet.router.metrics import GatewayMetrics
 from penstock.fleet.router.proxy import Proxy
 from penstock.fleet.router.query import RouteQuery, read_head
 from penstock.fleet.router.urgency import urgency_of
+from penstock.loopback import check_open_call
 from penstock.metering.meter import Meter
 from penstock.protocol.errors import reply_for
 from penstock.protocol.health import Health
@@ -234,6 +235,8 @@ class _Routes:
         return guarded
 
     def _identify(self, request: web.Request) -> Caller:
+        if self._context.ring.is_open:
+            check_open_call(request.method, request.headers, _own_address(request))
         caller = self._context.ring.identify(request.headers.get("authorization"))
         request[RECORD].tenant = caller.tenant
         return caller
@@ -322,6 +325,12 @@ def _open_record(request: web.Request) -> RequestRecord:
         arrival=time.monotonic(),
         route=resource.canonical if resource is not None else "unmatched",
     )
+
+
+def _own_address(request: web.Request) -> str | None:
+    """Return the address that the connection came to; None: a Unix socket, or one that is gone."""
+    address = request.transport.get_extra_info("sockname") if request.transport is not None else None
+    return str(address[0]) if isinstance(address, tuple) else None
 
 
 def _error(request: web.Request, error: Exception) -> web.Response:

@@ -39,6 +39,7 @@ _NOT_SENT = frozenset(
         "accept-encoding",
         "expect",
         VOUCHER_HEADER,
+        "sec-fetch-site",  # the gateway has judged it
     }
 )
 _FOR_GATEWAYS = frozenset({FRAMES_HEADER, PROMPT_HEADER, IDENTITY_HEADER})

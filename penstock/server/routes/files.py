@@ -21,15 +21,17 @@ from penstock.store.files import CHUNK_BYTES, FileStore, StoredFile
 MAX_FILE_BYTES = 200 * 1024 * 1024
 
 _MAX_PAGE = 10_000
-_QUERY = ("after", "limit", "purpose", "order")
+_PURPOSE = "purpose"
+_QUERY = ("after", "limit", _PURPOSE, "order")
 _MAX_UPLOADS = 2  # of one tenant at a time, in one worker: each may spool a whole file
 _FORM = {
     "type": "object",
     "properties": {
         "file": {"type": "string", "contentMediaType": "application/octet-stream"},
-        "purpose": {"type": "string", "enum": [UPLOAD_PURPOSE]},
+        _PURPOSE: {"type": "string", "enum": [UPLOAD_PURPOSE]},
     },
-    "required": ["file", "purpose"],
+    "required": ["file", _PURPOSE],
+    "additionalProperties": False,
 }
 
 
@@ -52,7 +54,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
 
     async def create(request: Request) -> Response:
         tenant, store = caller_of(request).tenant, FileStore(database_of(context))
-        upload = Upload(request, max_bytes=MAX_FILE_BYTES, chunk_bytes=CHUNK_BYTES)
+        upload = Upload(request, known=(_PURPOSE,), max_bytes=MAX_FILE_BYTES, chunk_bytes=CHUNK_BYTES)
         with one_of_few(tenant):
             return json_response(_shown(await _store(store, tenant, upload)))
 
@@ -67,7 +69,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
             tenant,
             after=query.get("after"),
             limit=limit + 1,
-            purpose=query.get("purpose"),
+            purpose=query.get(_PURPOSE),
             newest_first=order == "desc",
         )
         data = [_shown(file) for file in found[:limit]]
@@ -114,9 +116,9 @@ async def _store(store: FileStore, tenant: str, upload: Upload) -> StoredFile:
             await asyncio.to_thread(store.append, file_id, number, data)
             num_bytes += len(data)
             number += 1
-        purpose = upload.fields.get("purpose")
+        purpose = upload.fields.get(_PURPOSE)
         if purpose != UPLOAD_PURPOSE:
-            raise InvalidParameter("purpose", purpose, f"give {UPLOAD_PURPOSE!r}")
+            raise InvalidParameter(_PURPOSE, purpose, f"give {UPLOAD_PURPOSE!r}")
         if not num_bytes:
             raise RequestError("the file is empty; give one request on each line", param="file")
         return await asyncio.to_thread(store.finish, tenant, file_id, _clean(upload.filename), num_bytes)

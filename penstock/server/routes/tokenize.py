@@ -4,7 +4,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.engine.messages import EngineInfo
-from penstock.errors import InvalidParameter
+from penstock.errors import InvalidParameter, NotPermitted
 from penstock.protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from penstock.server.answer import Prompt
 from penstock.server.body import read_request
@@ -16,9 +16,12 @@ from penstock.server.prompt import chat_prompt, text_prompt
 
 def endpoints(context: ServerContext) -> list[Endpoint]:
     def check_model(request: Request, model: str | None) -> None:
+        caller = caller_of(request)
         if model is not None:
-            context.check_model(model, caller_of(request))
-            record_of(request).model = model
+            context.check_model(model, caller)
+        elif not context.models_for(caller):
+            raise NotPermitted("your key may use no model of this server; ask who runs it")
+        record_of(request).model = model or context.config.served_name
 
     async def tokenize(request: Request) -> Response:
         wanted = await read_request(request, TokenizeRequest, context.config.max_body_bytes)

@@ -95,6 +95,18 @@ def test_what_is_no_number_within_a_flags_bounds_is_told_the_bounds(store, capsy
     assert capsys.readouterr().err == f"{name}: {value!r} is not usable; {right}\n"
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "many"])
+def test_a_limit_that_is_no_whole_number_over_0_is_told_so(store, capsys, value):
+    assert run("keys", "create", "alice", "--requests-per-minute", value) == 2
+    right = "give a whole number of at least 1"
+    assert capsys.readouterr().err == f"--requests-per-minute: {value!r} is not usable; {right}\n"
+
+
+def test_a_priority_out_of_bounds_is_told_the_bounds(store, capsys):
+    assert run("keys", "create", "alice", "--priority", "11") == 2
+    assert capsys.readouterr().err == "--priority: '11' is not usable; give a whole number from -10 to 10\n"
+
+
 def test_a_rotated_key_has_a_new_secret_beside_the_old(store, capsys):
     run("keys", "create", "alice", "--json")
     old = json.loads(capsys.readouterr().out)["key"]
@@ -121,6 +133,7 @@ def test_a_revoked_key_is_listed_as_such(store, capsys):
     "arguments",
     [
         ["create", "a b"],
+        ["create", "open"],
         ["create", "a", "--weight", "0"],
         ["revoke", "nobody"],
         ["rotate", "nobody"],
@@ -136,6 +149,24 @@ def test_a_mistake_ends_in_one_sentence_and_status_2(store, capsys, arguments):
     shown = capsys.readouterr()
     assert shown.out == ""
     assert len(shown.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "command", [("usage",), ("keys", "list"), ("keys", "revoke", "nobody"), ("keys", "rotate", "nobody")]
+)
+def test_only_making_a_key_makes_a_store(tmp_path, capsys, command):
+    mistyped = tmp_path / "penstok" / "penstock.db"
+    assert run(*command, "--store", str(mistyped)) == 2
+    assert capsys.readouterr().err.startswith(f"--store: '{mistyped}' is not usable; there is no store")
+    assert not mistyped.parent.exists()
+    assert run("keys", "create", "alice", "--store", str(mistyped)) == 0
+
+
+@pytest.mark.parametrize("command", [("usage",), ("keys", "list")])
+def test_before_anything_ran_there_is_nothing_to_show(tmp_path, monkeypatch, command):
+    monkeypatch.delenv("PENSTOCK_STORE", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert run(*command) == 0
 
 
 def test_usage_is_shown_by_tenant_and_day(store, capsys):

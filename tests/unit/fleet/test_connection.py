@@ -10,8 +10,8 @@ from penstock.connection_limits import ConnectionLimits
 from tests.fakes.fake_replica import FakeReplica
 from tests.unit.fleet.conftest import running_gateway, until
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-LIVE = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+LIVE = b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n"
 BODY = b'{"model": "tiny", "stream": true}'
 
 

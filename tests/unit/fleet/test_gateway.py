@@ -78,6 +78,23 @@ async def test_requests_are_spread_and_say_where_they_went():
         assert all("policy=least-loaded" in route and "attempts=1" in route for route in routes)
 
 
+async def test_without_keys_a_gateway_answers_no_page_whose_name_points_at_it():
+    async with FakeReplica().running() as replica, running_gateway(replica) as running:
+        for headers in ({"host": "evil.example:18200"}, {"sec-fetch-site": "cross-site"}):
+            response = await running.ask(headers)
+            assert (response.status, (await response.json())["error"]["code"]) == (403, "permission_denied")
+        assert (await running.ask({"host": "localhost"})).status == 200
+        assert len(replica.received) == 1
+
+
+async def test_with_keys_a_gateway_serves_pages_of_other_sites_also_from_an_open_replica():
+    ring = KeyRing((ApiKey("alice", hashlib.sha256(b"a").hexdigest()),))
+    async with FakeReplica().running() as replica, running_gateway(replica, ring=ring) as running:
+        page = {"authorization": "Bearer a", "host": "models.example", "sec-fetch-site": "cross-site"}
+        assert (await running.ask(page)).status == 200
+        assert "sec-fetch-site" not in replica.headers[-1]
+
+
 async def test_models_are_merged_and_aliases_reach_their_model():
     config = msgspec.structs.replace(QUICK, aliases={"gpt": "big"})
     async with (
@@ -536,7 +553,7 @@ async def test_no_path_leads_past_the_api():
     async with FakeReplica().running() as one, running_gateway(one) as running:
         for path in ("/v1/../metrics", "/v1/%2e%2e/metrics", "/tokenize", "/v1/a%0d%0ab"):
             reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
-            writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n".encode())
+            writer.write(f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n".encode())
             status = await reader.readline()
             assert b" 404 " in status or b" 400 " in status or b" 415 " in status, path
             writer.close()

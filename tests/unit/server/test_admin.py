@@ -98,6 +98,8 @@ async def test_keys_are_listed_on_their_terms_and_without_secrets(admin):
         {"name": "a", "limits": {"requests_per_minute": 0}},
         {"name": "a", "limits": {"per_week": 1}},
         {"name": "a", "models": []},
+        {"name": "a", "models": [""]},
+        {"name": "open"},
         {"name": "a", "sha256": "0" * 64},
     ],
 )
@@ -158,6 +160,12 @@ async def test_the_public_port_has_no_admin_routes(service, path):
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/"])
 async def test_the_admin_socket_has_no_other_routes(admin, path):
     assert (await admin.get(path)).status_code == 404
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/admin"), ("PUT", "/admin/keys")])
+async def test_the_admin_socket_sends_nobody_to_a_page_that_it_does_not_have(admin, method, path):
+    message = (await admin.request(method, path)).json()["error"]["message"]
+    assert "see /openapi.json for what" in message
 
 
 async def test_the_admin_socket_describes_itself(admin):

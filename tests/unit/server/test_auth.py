@@ -2,6 +2,7 @@
 
 import hashlib
 
+import httpx
 import pytest
 from fastapi import FastAPI
 
@@ -10,7 +11,7 @@ from penstock.request import Targets
 from penstock.server.endpoint import check_access
 from penstock.store.key_ring import KeyRing, load_keys
 from penstock.tenants import SHADOW_HEADER, SHADOW_TENANT, ApiKey, KeyTerms, Limits
-from tests.unit.server.conftest import running_service
+from tests.unit.server.conftest import listening, running_service
 
 CLIENT_KEY, ADMIN_KEY = "sk-client", "sk-admin"
 
@@ -88,6 +89,38 @@ async def test_without_keys_every_route_is_open(service):
     assert (await service.client.get("/v1/models")).status_code == 200
 
 
+EVIL = {"host": "evil.example:18200", "origin": "http://evil.example:18200"}
+
+
+async def test_without_keys_a_page_whose_name_points_here_gets_nothing(tmp_path):
+    async with (
+        running_service(store=str(tmp_path / "penstock.db")) as service,
+        listening(service.context) as url,
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        body = {"model": "tiny", "prompt": "x"}
+        form = {"files": {"file": ("a", b"x")}, "data": {"purpose": "batch"}}
+        refused = [
+            await client.post("/v1/completions", json=body, headers=EVIL),
+            await client.post("/v1/files", headers=EVIL, **form),
+            await client.get("/v1/models", headers=EVIL),
+            await client.get("/metrics", headers=EVIL),
+            await client.post("/v1/batches/batch_x/cancel", headers={"sec-fetch-site": "cross-site"}),
+        ]
+        assert [response.status_code for response in refused] == [403] * 5
+        assert {response.json()["error"]["code"] for response in refused} == {"permission_denied"}
+        assert (await client.get("/live", headers=EVIL)).status_code == 200
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        local = {"host": url.removeprefix("http://").replace("127.0.0.1", "localhost")}
+        assert (await client.post("/v1/files", headers=local, **form)).status_code == 200
+
+
+async def test_with_keys_a_server_may_have_any_name(guarded):
+    async with listening(guarded.context) as url, httpx.AsyncClient(base_url=url) as client:
+        headers = {"host": "models.example", **bearer(CLIENT_KEY)}
+        assert (await client.get("/v1/models", headers=headers)).status_code == 200
+
+
 def test_an_app_with_an_undeclared_route_is_refused():
     app = FastAPI(openapi_url=None)
     app.add_api_route("/backdoor", lambda: None)
@@ -118,6 +151,7 @@ def test_keys_are_read_from_a_file(tmp_path):
         ("[[keys", "TOML"),
         ('[[keys]]\nname = "a"', "sha256"),
         ('[[keys]]\nname = "a"\nsha256 = "sk-plain"', "64 hexadecimal"),
+        (f'[[keys]]\nname = "open"\nsha256 = "{digest("a")}"', "another name"),
         (f'[[keys]]\nname = "a b"\nsha256 = "{digest("a")}"', "name"),
         (f'[[keys]]\nname = "a"\nsha256 = "{digest("a")}"\nkey = "x"', "unknown field `key`"),
         (f'[[keys]]\nname = "a"\nsha256 = "{digest("a")}"\nadmin = "yes"', "admin"),
@@ -161,6 +195,7 @@ def test_a_key_in_a_file_states_its_terms(tmp_path):
         ("weight = 0", "weight"),
         ("weight = nan", "weight"),
         ("models = []", "models"),
+        ('models = ["tiny", " "]', "each of them a name"),
         ("limits = { requests_per_minute = 0 }", "requests_per_minute"),
         ("limits = { requests_per_minute = 1.5 }", "requests_per_minute"),
         ("limits = { tokens_per_week = 1 }", "tokens_per_week"),
@@ -184,6 +219,15 @@ def test_an_old_secret_opens_its_key_until_it_expires():
     with pytest.raises(NotAuthenticated):
         ring.identify("Bearer old")
     assert ring.identify("Bearer new").tenant == "alice"
+
+
+def test_the_open_tenant_has_terms_on_an_open_server_only():
+    ring = KeyRing(())
+    assert ring.caller_named("open") is not None
+    ring.replace((ApiKey("alice", digest("a")),), needs_keys=True)
+    assert ring.caller_named("open") is None
+    ring.replace((), needs_keys=True)
+    assert ring.caller_named("open") is None
 
 
 def test_a_ring_that_lost_all_its_keys_is_closed_not_open():
@@ -211,6 +255,10 @@ async def test_a_key_sees_and_uses_only_its_own_models():
             assert refused.json()["error"]["message"] == message
         assert (await service.client.get("/v1/models/tiny", headers=bearer("b"))).status_code == 404
         assert (await service.post("/tokenize", key="b", prompt="x")).status_code == 404
+        for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
+            allowed = await service.client.post(path, json=body, headers=bearer("a"))
+            refused = await service.client.post(path, json=body, headers=bearer("b"))
+            assert (allowed.status_code, refused.status_code) == (200, 403)
 
 
 async def test_a_keys_priority_goes_with_its_requests():

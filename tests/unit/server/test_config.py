@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config import gather
-from penstock.errors import ConfigError, StoreUnavailable
+from penstock.errors import ConfigError
 from penstock.server.config import admin_address, resolve
 from penstock.server.store_opening import prepare_store
 from penstock.store.database import Database
@@ -128,7 +128,7 @@ def test_a_store_that_is_there_and_cannot_be_read_never_opens_the_server(tmp_pat
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     (tmp_path / "penstock").mkdir()
     (tmp_path / "penstock" / "penstock.db").write_text("no database " * 1000)
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(ConfigError, match="no SQLite database"):
         prepare_store(resolved()[0])
 
 

@@ -14,8 +14,8 @@ from penstock.connection_limits import ConnectionLimits, raise_file_limit
 from penstock.tenants import ApiKey
 from tests.unit.server.conftest import MODEL, listening, running_service, until
 
-HEAD = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-LIVE = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
+HEAD = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+LIVE = b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 @contextlib.asynccontextmanager

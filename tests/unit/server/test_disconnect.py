@@ -25,7 +25,7 @@ async def test_a_closed_connection_aborts_every_choice(endless, address, stream)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
     body = json.dumps({**BODY, "stream": stream, "n": 3}).encode()
     writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"content-length: %d\r\n\r\n%b" % (len(body), body)
     )
     if stream:
@@ -42,7 +42,9 @@ async def test_a_closed_connection_aborts_every_choice(endless, address, stream)
 
 async def test_a_half_sent_body_is_no_failure_of_ours(service, address, caplog):
     _, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
-    writer.write(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{")
+    writer.write(
+        b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+    )
     await writer.drain()
     await asyncio.sleep(0.05)
     writer.close()

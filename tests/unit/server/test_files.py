@@ -62,6 +62,9 @@ async def test_what_was_uploaded_comes_back_byte_by_byte(service):
         (form(part("purpose", b"x" * 5000), part("file", b"x", "a")), {}, 400),
         (form(*[part("purpose", b"batch")] * 20, part("file", b"x", "a")), {}, 400),
         (form(part("purpose", b"batch"), *[part("file", b"x", "a")] * 2), {}, 400),
+        (form(*[part("purpose", b"batch")] * 2, part("file", b"x", "a")), {}, 400),
+        (WHOLE, {"content-encoding": "gzip"}, 415),
+        (WHOLE, {"content-encoding": "identity"}, 200),
     ],
 )
 async def test_forms_are_taken_or_refused(service, body, headers, status):
@@ -69,6 +72,14 @@ async def test_forms_are_taken_or_refused(service, body, headers, status):
     assert response.status_code == status, response.text
     left = (await service.client.get("/v1/files")).json()["data"]
     assert len(left) == (status == 200)
+
+
+@pytest.mark.parametrize("name", ["expires_after[anchor]", "expires_after[seconds]", "note", ""])
+async def test_an_unknown_field_of_a_form_is_refused_by_name(service, name):
+    response = await upload(service, form(part("purpose", b"batch"), part(name, b"1"), part("file", b"x", "a")))
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, name)
+    assert error["message"] == f"unknown parameter {name!r}; the form may have: file, purpose"
 
 
 async def test_a_file_over_the_limit_is_refused_whatever_it_declares(service, monkeypatch):
@@ -106,6 +117,12 @@ async def test_a_tenant_has_only_few_uploads_under_way(service):
 @pytest.mark.parametrize("route", ["/v1/files", "/v1/batches"])
 async def test_a_wrong_page_length_is_told(service, route, limit):
     response = await service.client.get(route, params={"limit": limit})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "limit")
+
+
+@pytest.mark.parametrize("route", ["/v1/files", "/v1/batches"])
+async def test_a_parameter_of_the_query_that_stands_twice_is_refused(service, route):
+    response = await service.client.get(route, params=[("limit", "1"), ("limit", "2")])
     assert (response.status_code, response.json()["error"]["param"]) == (400, "limit")
 
 

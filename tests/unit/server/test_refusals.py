@@ -211,6 +211,17 @@ async def test_a_body_of_another_type_is_refused(service):
         error_of(response, 415, "unsupported_media_type")
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "gzip, identity"])
+async def test_a_compressed_body_is_refused(service, encoding):
+    headers = {**JSON, "content-encoding": encoding}
+    error = error_of(
+        await service.client.post(CHAT, content=body_with(), headers=headers), 415, "unsupported_media_type"
+    )
+    assert error["message"] == f"send the body as it is, without 'Content-Encoding: {encoding}'"
+    plain = {**JSON, "content-encoding": "identity"}
+    assert (await service.client.post(CHAT, content=body_with(), headers=plain)).status_code == 200
+
+
 async def test_an_unknown_route_is_not_found(service):
     error_of(await service.client.get("/v2/chat"), 404, "route_not_found")
     error_of(await service.client.get("/live/"), 404, "route_not_found")

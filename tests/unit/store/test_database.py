@@ -108,11 +108,12 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
         Database.open(str(tmp_path / "file" / "store.db"))
 
 
-def test_a_file_that_is_no_database_is_unavailable_and_its_content_is_not_told(tmp_path):
+def test_a_file_that_is_no_database_is_refused_by_its_path_and_its_content_is_not_told(tmp_path):
     path = tmp_path / "store.db"
     path.write_text("a secret that is no database " * 100)
-    with pytest.raises(StoreUnavailable) as caught:
+    with pytest.raises(ConfigError) as caught:
         Database.open(str(path))
+    assert str(caught.value).startswith(f"--store: '{path}' is not usable; this file is no SQLite database; give ")
     assert "secret" not in str(caught.value)
 
 

@@ -3,11 +3,12 @@
 import hashlib
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import insert, text, update
 
 from penstock.errors import KeyNotFound, RequestError
 from penstock.request import Targets
 from penstock.store.keys import KeyStore
+from penstock.store.schema import keys, secrets
 from penstock.tenants import KeyTerms, Limits
 
 TERMS = KeyTerms(
@@ -109,3 +110,14 @@ def test_wrong_terms_are_refused(sqlite_database, name, terms, word):
     with pytest.raises(RequestError, match=word):
         store.create(name, terms)
     assert not store.had_any()
+
+
+def test_a_key_named_as_the_open_tenant_is_not_made_and_opens_nothing_where_it_is(any_database):
+    store = KeyStore(any_database)
+    with pytest.raises(RequestError, match="another name"):
+        store.create("open", KeyTerms())
+    store.create("alice", KeyTerms())
+    with any_database.writing() as connection:
+        connection.execute(insert(keys).values(name="open", terms="{}", created_at=0.0))
+        connection.execute(update(secrets).values(name="open"))
+    assert store.load() == ()
