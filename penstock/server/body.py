@@ -12,7 +12,8 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
 
-from penstock.errors import BodyTooLarge, WrongMediaType
+from penstock.errors import BodyTooLarge
+from penstock.protocol.media_type import check_json
 from penstock.protocol.wire import WireModel, parse_request
 
 _LARGE_BODY_BYTES = 256 * 1024  # from here on a thread reads it, so that others' streams go on meanwhile
@@ -49,22 +50,11 @@ def has_body(headers: Headers) -> bool:
     return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
 
-def check_encoding(request: Request) -> None:
-    """Raise WrongMediaType for a compressed body: few bytes of it could be any number of ours."""
-    encoding = request.headers.get("content-encoding", "").strip().lower()
-    if encoding not in ("", "identity"):
-        raise WrongMediaType(f"send the body as it is, without 'Content-Encoding: {encoding[:100]}'")
-
-
 async def read_request(request: Request, kind: type[Wanted], max_bytes: int) -> Wanted:
     """Return the checked body; none at all is as good as an empty object. Raises RequestError."""
     if not kind.has_required_fields() and not has_body(request.headers):
         return kind()
-    # A web page may send other types to any local server without asking; JSON it may not.
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise WrongMediaType("send the body as JSON, with the header 'Content-Type: application/json'")
-    check_encoding(request)
+    check_json(request.headers)
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise BodyTooLarge(max_bytes)

@@ -11,7 +11,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from penstock.errors import BodyTooLarge, NotPermitted, RequestError, WrongMediaType
-from penstock.server.body import check_encoding
+from penstock.protocol.media_type import check_encoding
 
 _FILE = "file"
 _MAX_FIELDS = 8
@@ -143,7 +143,7 @@ def _boundary(request: Request) -> bytes:
     media_type, options = parse_options_header(request.headers.get("content-type", ""))
     if media_type != b"multipart/form-data":
         raise WrongMediaType("send the file as a form, with the header 'Content-Type: multipart/form-data'")
-    check_encoding(request)
+    check_encoding(request.headers)
     # Any web page may send a form to any server that its reader can reach; browsers then say where it came from.
     origin = request.headers.get("origin")
     if origin is not None and _place(origin) != request.headers.get("host"):

@@ -24,7 +24,6 @@ from penstock.errors import (
     RouteNotFound,
     UnknownModel,
     UnusableAlias,
-    WrongMediaType,
 )
 from penstock.fleet.autoscaler.autoscaler import Autoscaler
 from penstock.fleet.config import FleetConfig
@@ -50,6 +49,7 @@ from penstock.metering.meter import Meter
 from penstock.protocol.errors import reply_for
 from penstock.protocol.health import Health
 from penstock.protocol.identity import IDENTITY_HEADER, encode_identity
+from penstock.protocol.media_type import check_json
 from penstock.protocol.models import Model, ModelList
 from penstock.store.key_ring import KeyRing
 from penstock.telemetry import RequestRecord, log_request
@@ -148,8 +148,7 @@ class _Routes:
         context, record = self._context, request[RECORD]
         record.route = f"/v1/{request.match_info['path']}"
         caller = self._identify(request)
-        if request.content_type != "application/json":
-            raise WrongMediaType("send the body as JSON, with the header 'Content-Type: application/json'")
+        check_json(request.headers)
         body = await read_body(request, context.max_body_bytes, context.connections.limits)
         head = read_head(body)
         model = context.config.aliases.get(head.model, head.model)

@@ -24,6 +24,7 @@ from penstock.fleet.router.upstream import (
     response_headers,
     target,
 )
+from penstock.protocol.media_type import check_encoding
 
 PATTERN = r"/v1/{kind:files|batches}{rest:(?:/[A-Za-z0-9_-]+){0,2}}"
 
@@ -38,6 +39,7 @@ class FileProxy:
         self, request: web.Request, request_id: str, *, max_body_bytes: int, has_keys: bool
     ) -> web.StreamResponse:
         """Answer a request with what a replica answers. Raises PenstockError where none does, and ClientGone."""
+        check_encoding(request.headers)
         is_upload = request.method == "POST" and request.match_info["kind"] == "files"
         body = None if is_upload else await read_body(request, max_body_bytes, self._limits)
         refusal: web.Response | None = None

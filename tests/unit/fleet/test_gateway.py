@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import hashlib
 import json
 import re
@@ -546,6 +547,16 @@ async def test_bodies_that_nobody_could_route_are_refused(body, kind, status, fi
         error = (await response.json())["error"]
         assert error["code"]
         assert error["param"] == field
+        assert not one.received
+
+
+@pytest.mark.parametrize("path", ["completions", "files", "batches"])
+async def test_compressed_bodies_are_refused_unread(path):
+    bomb = gzip.compress(b'{"model": "tiny", "prompt": "' + b"x" * 1_000_000 + b'"}')
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    async with FakeReplica().running() as one, running_gateway(one) as running:
+        response = await running.client.post(f"{running.url}/v1/{path}", data=bomb, headers=headers)
+        assert (response.status, (await response.json())["error"]["code"]) == (415, "unsupported_media_type")
         assert not one.received
 
 
