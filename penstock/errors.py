@@ -8,6 +8,7 @@
     │   ├── InvalidParameter     a parameter's type, range or combination
     │   ├── UnsupportedParameter     a parameter that exists but that this server cannot honour
     │   ├── UnknownModel         the model asked for is not served here
+    │   ├── UnusableAlias        the API key allows an alias only, where the model's own name is needed
     │   ├── ContextTooLong       prompt (plus wanted output) exceeds the context
     │   ├── TargetUnreachable    a target or deadline that this engine could not keep even if it were idle
     │   ├── TemplateFailed       the chat template is missing, refused the messages or broke its limits

@@ -21,6 +21,7 @@ def test_codes_are_stable() -> None:
         "InvalidParameter": "invalid_parameter",
         "UnsupportedParameter": "unsupported_parameter",
         "UnknownModel": "model_not_found",
+        "UnusableAlias": "model_not_found",
         "ContextTooLong": "context_length_exceeded",
         "TargetUnreachable": "target_unreachable",
         "TemplateFailed": "chat_template_failed",
