@@ -3,7 +3,6 @@
 Looks at a server's options and the gateway's fleet file. Knows nothing of manifests.
 """
 
-import ipaddress
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -12,6 +11,7 @@ from penstock.config import Options, flag
 from penstock.deploy.kubernetes.settings import Settings
 from penstock.errors import ConfigError
 from penstock.fleet.config import FleetConfig
+from penstock.loopback import is_loopback
 
 _FLEET = "--fleet"
 _UNREACHABLE = "in a pod that is the pod itself: give an address that pods reach"
@@ -105,8 +105,4 @@ def _host(url: str) -> str:
 
 def _is_loopback(host: str) -> bool:
     """Whether a host is the machine that asks."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
-    return address.is_loopback or address.is_unspecified
+    return is_loopback(host) or host.endswith(".localhost") or host in ("0.0.0.0", "::")
