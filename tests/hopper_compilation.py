@@ -1,6 +1,6 @@
-"""Compile the prefill kernel for Hopper on any machine and print what the assembler says of it.
+"""Compile the kernels for Hopper on any machine and print what the assembler says of them.
 
-python -m tests.hopper_compilation bf16
+python -m tests.hopper_compilation prefill bf16
 """
 
 import subprocess
@@ -12,16 +12,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from penstock.kernels.triton import hopper_prefill
+from penstock.kernels.triton import hopper_gated, hopper_prefill
 
-CONSTANTS = {"GROUP": 4, "HEADS": 32, "HEAD_DIM": 128, "BLOCK_TOKENS": 16, "TOKENS": 32}
+PREFILL_CONSTANTS = {"GROUP": 4, "HEADS": 32, "HEAD_DIM": 128, "BLOCK_TOKENS": 16, "TOKENS": 32}
+GATED_CONSTANTS = {"GELU": False, "BAND": 16}
 
 
-def compile_kernel(number: str) -> str:
-    """Return the assembly text for "bf16" or "fp16"."""
-    kernel = hopper_prefill._hopper_prefill_kernel
+def prefill_signature(number: str) -> dict[str, str]:
     layout = hopper_prefill._COPY_LAYOUT.value
-    signature = {
+    return {
         "q_desc": f"tensordesc<{number}[32, 64],{layout!r}>",
         "k_desc": f"tensordesc<{number}[16, 64],{layout!r}>",
         "v_desc": f"tensordesc<{number}[16, 64],{layout!r}>",
@@ -29,23 +28,44 @@ def compile_kernel(number: str) -> str:
         **dict.fromkeys(["tables_ptr", "lens_ptr", "starts_ptr", "tiles_ptr"], "*i32"),
         **dict.fromkeys(["num_tiles", "num_tokens", "table_stride"], "i32"),
         "sharpness": "fp32",
-        **dict.fromkeys(CONSTANTS, "constexpr"),
     }
-    at = {(kernel.arg_names.index(name),): value for name, value in CONSTANTS.items()}
-    source = GluonASTSource(kernel, signature, at)
+
+
+def gated_signature(number: str) -> dict[str, str]:
+    layout = hopper_gated._LAYOUT.value
+    return {
+        "x_desc": f"tensordesc<{number}[128, 64],{layout!r}>",
+        "weight_desc": f"tensordesc<{number}[128, 64],{layout!r}>",
+        "out_desc": f"tensordesc<{number}[64, 128],{layout!r}>",
+        **dict.fromkeys(["num_rows", "size", "depth"], "i32"),
+    }
+
+
+def compile_kernel(name: str, number: str) -> str:
+    """Return the assembly text of "prefill" or "gated" for "bf16" or "fp16"."""
+    if name == "prefill":
+        kernel, signature, constants = (
+            hopper_prefill._hopper_prefill_kernel,
+            prefill_signature(number),
+            PREFILL_CONSTANTS,
+        )
+    else:
+        kernel, signature, constants = hopper_gated._hopper_gated_kernel, gated_signature(number), GATED_CONSTANTS
+    at = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(kernel, {**signature, **dict.fromkeys(constants, "constexpr")}, at)
     options = {"num_warps": 4, "maxnreg": hopper_prefill._REGISTERS}
     text: str = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     return text
 
 
-def main(number: str) -> None:
+def main(name: str, number: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
-        source.write_text(compile_kernel(number))
+        source.write_text(compile_kernel(name, number))
         assembler = triton.knobs.nvidia.ptxas.path
         command = [assembler, "-v", "-arch=sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))]
         print(subprocess.run(command, capture_output=True, text=True, check=True).stderr)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2])

@@ -25,3 +25,8 @@ def gelu_tanh_gate(gate_up: Tensor) -> Tensor:
         return activation.gelu_tanh_gate(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.gelu(gate, approximate="tanh").mul_(up)
+
+
+def gate(gate_up: Tensor, *, gelu: bool) -> Tensor:
+    """Return `gelu_tanh_gate` or else `silu_gate` of gates and ups."""
+    return gelu_tanh_gate(gate_up) if gelu else silu_gate(gate_up)

@@ -16,6 +16,7 @@ from penstock.models.layers.linear import Linear
 from penstock.models.layers.moe import Moe
 from penstock.models.layers.norm import Norm
 from penstock.models.layers.rope import Rope
+from penstock.models.quant.interface import LinearWeight
 from penstock.models.spec import ModelSpec
 from penstock.parallel.collectives import all_gather
 from penstock.parallel.groups import SINGLE, Group
@@ -48,6 +49,11 @@ class DecoderLayer:
         self.feed_forward_norm = feed_forward_norm
         self.post_attention_norm = post_attention_norm
         self.post_feed_forward_norm = post_feed_forward_norm
+
+    @property
+    def linears(self) -> dict[str, Linear]:
+        """The matrices that multiply every token, by place."""
+        return {"qkv": self.attention.qkv, "output": self.attention.output, **self.feed_forward.linears}
 
     def forward(
         self, update: Tensor | None, residual: Tensor, rotations: list[Tensor], attention: AttentionBackend
@@ -94,6 +100,12 @@ class Decoder:
         self.final_norm = final_norm
         self.lm_head = lm_head
         self.head_group = head_group  # the ranks that share the head's rows
+        # Matrices of the layers by place and shape.
+        self._alike: dict[tuple[str, int, int], list[LinearWeight]] = {}
+        for layer in layers:
+            for place, linear in layer.linears.items():
+                key = (place, linear.weight.out_features, linear.weight.in_features)
+                self._alike.setdefault(key, []).append(linear.weight)
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
@@ -111,6 +123,17 @@ class Decoder:
         """
         kinds = dict(zip(reversed(self.spec.layers), reversed(self.layers), strict=True))
         return self._run(list(kinds.values()), token_ids, positions, attention)
+
+    @torch.inference_mode()
+    def tune(self, num_tokens: int) -> None:
+        """Let the matrices find out how `forward` of so many tokens runs fastest. Takes a moment, once for a size."""
+        for (place, _, _), (first, *peers) in self._alike.items():
+            first.tune(peers, num_tokens, "gated" if place == "gate_up" else "plain")
+
+    @torch.inference_mode()
+    def tune_logits(self, num_rows: int) -> None:
+        """The same for `logits` of so many rows."""
+        self.lm_head.weight.tune((), num_rows, "wide")
 
     def _run(
         self, layers: list[DecoderLayer], token_ids: Tensor, positions: Tensor, attention: AttentionBackend

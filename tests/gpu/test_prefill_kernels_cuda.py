@@ -95,10 +95,14 @@ def test_rows_that_are_nobodys_are_cleared() -> None:
     assert not out[59:].any()
 
 
-def test_a_captured_step_follows_its_plan() -> None:
-    num_tokens, num_slices = 400, 6
-    mixes = [([1, 1, 90, 300], [900, 20, 90, 777]), ([400], [1000]), ([1, 1, 1, 5], [64, 7, 65, 129]), ([33], [33])]
-    widest = PagedBatch.random([400], [1040], LLAMA, dtype=torch.bfloat16, device="cuda")
+# With 200 tokens the prefill is launched before the decode, with 400 after it; without decodes alone.
+@pytest.mark.parametrize(("num_tokens", "with_decodes"), [(200, True), (400, True), (400, False)])
+def test_a_captured_step_follows_its_plan(num_tokens: int, with_decodes: bool) -> None:
+    num_slices = 6
+    mixes = [([num_tokens], [1000]), ([20, num_tokens - 100], [20, 700]), ([33], [33])]
+    if with_decodes:
+        mixes += [([1, 1, 90, num_tokens - 100], [900, 20, 90, 777]), ([1, 1, 1, 5], [64, 7, 65, 129])]
+    widest = PagedBatch.random([num_tokens], [1040], LLAMA, dtype=torch.bfloat16, device="cuda")
     pool = torch.full((2, 200, 16, 8, 128), float("nan"), device="cuda").bfloat16()
     backend = TritonPagedAttention([LLAMA], [pool])
     tables = torch.zeros(num_slices, widest.step.block_tables.shape[1] + 1, dtype=torch.int32, device="cuda")
@@ -135,7 +139,7 @@ def test_a_captured_step_follows_its_plan() -> None:
     def run() -> Tensor:
         backend.prepare(
             AttentionStep(
-                num_decodes=num_slices,
+                num_decodes=num_slices if with_decodes else 0,
                 query_starts=list(range(num_slices + 1)),
                 context_lens=[1040] * num_slices,
                 slots=slots,

@@ -88,6 +88,8 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             self._inputs[:size] = self._rows.scratch_row
             self._inputs[size : 2 * size] = 0
+            self._model.tune(size)
+            self._model.tune_logits(size)
             self._step(size, self._model.touch)
             body = functools.partial(self._step, size, self._model.forward)
             self._graphs[size] = capture(body, self.stream, self.pool)

@@ -44,7 +44,7 @@ class _Captured(Generic[Size]):
     """What was captured, by size."""
 
     def __init__(
-        self, graphs: DecodeGraphs, body: Callable[[Size], Tensor], load_kernels: Callable[[Size], Tensor]
+        self, graphs: DecodeGraphs, body: Callable[[Size], Tensor], load_kernels: Callable[[Size], None]
     ) -> None:
         self._stream, self._pool = graphs.stream, graphs.pool
         self._body, self._load_kernels = body, load_kernels
@@ -80,6 +80,7 @@ class _Places:
 
     num_tokens: int
     max_slices: int
+    decodes: bool  # whether slices of one token may be among them
     plan_size: int  # of the attention's
 
     def split(self, numbers: Tensor) -> tuple[Tensor, ...]:
@@ -141,9 +142,9 @@ class MixedGraphs:
         self._forwards: _Captured[_Places] = _Captured(
             graphs,
             functools.partial(self._forward, forward=model.forward),
-            functools.partial(self._forward, forward=model.touch),
+            self._load_forward,
         )
-        self._draws: _Captured[int] = _Captured(graphs, self._draw_rows, self._draw_rows)
+        self._draws: _Captured[int] = _Captured(graphs, self._draw_rows, self._load_draw)
         self._upcoming: deque[_Places | int] = deque([*self._draw_counts, *self._all_places()])
 
     def fits(self, layout: Layout) -> bool:
@@ -151,9 +152,8 @@ class MixedGraphs:
 
     def run(self, layout: Layout) -> DrawOutcome | None:
         """Run a step and draw for every row that is due, writing each token to its row. None: no row was."""
-        places = self._places(
-            next(count for count in self.token_counts if count >= len(layout.rows)), len(layout.slice_rows)
-        )
+        num_tokens = next(count for count in self.token_counts if count >= len(layout.rows))
+        places = self._places(num_tokens, len(layout.slice_rows), decodes=layout.num_decodes > 0)
         self._stage(layout, places)
         self._forwards.run(places)
         num_draws = len(layout.sampled)
@@ -180,15 +180,22 @@ class MixedGraphs:
         """Every size once: the largest, those around the sizes that decoding beside prompts wants, then the others."""
         largest = self.token_counts[-1]
         counts = sorted(self.token_counts, key=lambda count: (count != largest, count > _MANY_TOKENS, abs(count - 256)))
-        found = {self._places(count, slices): None for count in counts for slices in self._slice_counts}
+        found = {
+            self._places(count, slices, decodes=decodes): None
+            for count in counts
+            for decodes in (False, True)
+            for slices in self._slice_counts
+        }
         return list(found)
 
-    def _places(self, num_tokens: int, num_slices: int) -> _Places:
+    def _places(self, num_tokens: int, num_slices: int, *, decodes: bool = True) -> _Places:
         """The size for so many tokens and at least so many slices."""
         if num_tokens >= _MANY_TOKENS:
             num_slices = self._max_draws
+        else:
+            decodes = True  # which costs little where there are none, and saves a size
         slices = min(next(count for count in self._slice_counts if count >= num_slices), num_tokens)
-        return _Places(num_tokens, slices, self._attention.plan_size(num_tokens, slices))
+        return _Places(num_tokens, slices, decodes, self._attention.plan_size(num_tokens, slices))
 
     def _stage(self, layout: Layout, places: _Places) -> None:
         """Ship a step's numbers in one copy."""
@@ -228,7 +235,7 @@ class MixedGraphs:
         slices = places.max_slices
         self._attention.prepare(
             AttentionStep(
-                num_decodes=slices,
+                num_decodes=slices if places.decodes else 0,
                 query_starts=list(range(slices + 1)),
                 context_lens=[self._rows.width - 1] * slices,
                 slots=inputs.slots,
@@ -240,6 +247,14 @@ class MixedGraphs:
         )
         hidden = forward(inputs.token_ids, positions, self._attention)
         return torch.index_select(hidden, 0, self._inputs[: self._max_draws], out=self._states)
+
+    def _load_forward(self, places: _Places) -> None:
+        self._model.tune(places.num_tokens)
+        self._forward(places, self._model.touch)
+
+    def _load_draw(self, size: int) -> None:
+        self._model.tune_logits(size)
+        self._draw_rows(size)
 
     def _draw_rows(self, size: int) -> Tensor:
         """A captured body: logits of the states that are due, and their draws."""

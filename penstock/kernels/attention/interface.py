@@ -50,7 +50,8 @@ class AttentionStep:
     lens: Tensor | None = None  # [slices] int32: context_lens
     starts: Tensor | None = None  # [slices + 1] int32: query_starts
     # A step captured for any mix of slices has what `plan` said of the current one on the device. Then every slice
-    # counts as a decode, the lists above are the most there can be, and tokens past the last slice's are nobody's.
+    # counts as a decode, or none where none will be; the lists above are the most there can be, and tokens past the
+    # last slice's are nobody's.
     plan: Tensor | None = None  # [plan_size] int32
 
 

@@ -6,7 +6,8 @@ run outside of one. So can a step with prefill whose tiles come with it as a pla
 slices and tiles as there may be, and programs that find no work exit. Knows tensors, blocks and lengths.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -18,6 +19,9 @@ from penstock.kernels.attention.interface import AttentionBackend, AttentionStep
 if TYPE_CHECKING:
     from penstock.kernels.triton.paged_decode import DecodeWorkspace, Splits
     from penstock.kernels.triton.prefill_kernels import PrefillKernel
+
+# Of the multiprocessors, what a prefill beside decodes may take at once.
+_FEW_PROGRAMS = 0.6
 
 
 class TritonPagedAttention(AttentionBackend):
@@ -33,6 +37,7 @@ class TritonPagedAttention(AttentionBackend):
         device = kv_pool[0].device
         is_cuda = device.type == "cuda"
         self._num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1
+        self._few_programs = int(_FEW_PROGRAMS * self._num_multiprocessors)
         # The widest layer's. A workspace that became too small stays: a captured graph may still use it.
         self._largest = max(layers, key=lambda layer: layer.num_heads * layer.head_dim)
         self._workspaces: list[DecodeWorkspace] = []
@@ -47,9 +52,9 @@ class TritonPagedAttention(AttentionBackend):
         if step.num_decodes:
             self._splits = self._split(step)
         self._tiles: dict[int, Tensor] = {}
-        self._side = self._side_stream if step.plan is not None else None
+        self._side = self._side_stream if step.plan is not None and step.num_decodes else None
         if step.plan is not None:
-            self._read_plan(step.plan, step.num_decodes, num_tokens=len(step.slots))
+            self._read_plan(step.plan, len(step.lens), num_tokens=len(step.slots))
 
     def plan_size(self, num_tokens: int, num_slices: int) -> int:
         return num_slices + sum(2 * _most_tiles(num_tokens, num_slices, size) for size in self._tile_sizes())
@@ -127,30 +132,42 @@ class TritonPagedAttention(AttentionBackend):
         num_decodes = step.num_decodes
         num_tokens = q.shape[0]
         out = q.new_empty(num_tokens, shape.num_heads * shape.head_dim)
+        has_prefill = num_decodes < num_tokens or step.plan is not None
+        # Each program of the prefill needs a multiprocessor for itself: few go first and leave the decode the others,
+        # many go last and take over what the decode leaves.
+        num_programs = self._prefill_kernel(shape).num_programs(num_tokens, shape) if has_prefill else 0
+        prefill_first = has_prefill and num_programs <= self._few_programs
+        launches: list[Callable[[], None]] = [partial(self._prefill, q, out, layer)] if has_prefill else []
         if num_decodes:
-            with self._beside_prefill():
-                paged_decode(
-                    q[:num_decodes],
-                    self.kv_pool[layer],
-                    step.block_tables,
-                    self._decode_lens,
-                    out[:num_decodes],
-                    shape,
-                    self._splits,
-                    self._workspaces[-1],
-                )
-        if num_decodes < num_tokens or step.plan is not None:
-            self._prefill(q, out, layer)
-        if self._side is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
+            decode = partial(
+                paged_decode,
+                q[:num_decodes],
+                self.kv_pool[layer],
+                step.block_tables,
+                self._decode_lens,
+                out[:num_decodes],
+                shape,
+                self._splits,
+                self._workspaces[-1],
+                overlap=not prefill_first,
+            )
+            launches.insert(1 if prefill_first else 0, decode)
+        self._launch(launches)
         return out
 
-    def _beside_prefill(self) -> AbstractContextManager[object]:
-        """Launch in the side stream where there is one: neither kernel alone fills the device."""
+    def _launch(self, launches: list[Callable[[], None]]) -> None:
+        """Launch in this order, side by side where there is a side stream: neither kernel alone fills the device."""
         if self._side is None:
-            return nullcontext()
-        self._side.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._side)
+            for launch in launches:
+                launch()
+            return
+        main = torch.cuda.current_stream()
+        self._side.wait_stream(main)
+        first, second = launches
+        first()
+        with torch.cuda.stream(self._side):
+            second()
+        main.wait_stream(self._side)
 
     def _prefill(self, q: Tensor, out: Tensor, layer: int) -> None:
         shape, step = self.layers[layer], self._step

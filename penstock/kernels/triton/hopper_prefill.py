@@ -9,7 +9,6 @@ Triton hides. Knows tensors, blocks and lengths.
 # mypy: allow-untyped-defs, allow-untyped-decorators
 
 import math
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -25,9 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from penstock.kernels.attention.interface import LayerAttention
+from penstock.kernels.triton.hopper import num_multiprocessors
 from penstock.kernels.triton.paged_prefill import NO_TILE
 
-_ROWS = gl.constexpr(128)  # of a tile
+TILE_ROWS = 128
+_ROWS = gl.constexpr(TILE_ROWS)
 _HALF = gl.constexpr(64)  # of them, for one group of warps
 _KEYS = gl.constexpr(128)  # read in one step
 _STAGES = gl.constexpr(2)  # steps whose keys and values are in shared memory
@@ -454,8 +455,9 @@ def hopper_prefill(
     queries = TensorDescriptor(
         q, [num_tokens, num_heads * head_dim], [q.stride(0), 1], [min(tokens, _HALF.value), copy_width], layout
     )
-    num_items = num_tiles * num_heads * tokens // _ROWS.value
-    _hopper_prefill_kernel[(min(_num_multiprocessors(q.device), num_items),)](
+    # Fewer where tokens cannot fill a tile for each: those without one would keep others' from their multiprocessors.
+    num_items = min(num_tiles, num_tokens // tokens + 1) * num_heads * tokens // _ROWS.value
+    _hopper_prefill_kernel[(min(num_multiprocessors(q.device), num_items),)](
         queries,
         keys,
         values,
@@ -476,8 +478,3 @@ def hopper_prefill(
         num_warps=4,
         maxnreg=_REGISTERS,
     )
-
-
-@cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -331,12 +331,15 @@ def paged_decode(
     splits: Splits,
     workspace: DecodeWorkspace,
     tile: DecodeTile | None = None,
+    *,
+    overlap: bool = True,
 ) -> None:
     """Attend with one token per slice and write `out`.
 
     q: [slices, query heads, head_dim], tokens may be further apart; pool: [2, blocks, block_tokens, key heads,
     head_dim]; block_tables: [slices, blocks] int32; lens: [slices] int32, where 0 leaves the slice's rows of `out` as
-    they are; out: [slices, query heads * head_dim].
+    they are; out: [slices, query heads * head_dim]. Without `overlap` no program starts before the kernel before it is
+    done.
     """
     num_slices, num_heads, head_dim = q.shape
     _, _, block_tokens, num_kv_heads, _ = pool.shape
@@ -378,5 +381,5 @@ def paged_decode(
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **overlap_options(q),
+        **(overlap_options(q) if overlap else {"OVERLAP": False}),
     )

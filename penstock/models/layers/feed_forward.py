@@ -1,23 +1,15 @@
 """The gated feed-forward layer.
 
-`GATES` maps a spec's activation to its kernel. Knows nothing of experts.
+Knows nothing of experts.
 """
-
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 from torch import Tensor
 
-from penstock.kernels.activation import gelu_tanh_gate, silu_gate
 from penstock.models.layers.linear import Linear
 from penstock.models.layers.norm import Norm
 from penstock.models.spec import Activation
 from penstock.parallel.collectives import all_reduce
 from penstock.parallel.groups import Group
-
-GATES: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {"silu": silu_gate, "gelu_tanh": gelu_tanh_gate}
-)
 
 
 class FeedForward:
@@ -27,13 +19,17 @@ class FeedForward:
         self.gate_up = gate_up
         self.down = down
         self.group = group
-        self.activation = activation
-        self._gate = GATES[activation]
+        self.gelu = activation == "gelu_tanh"
+
+    @property
+    def linears(self) -> dict[str, Linear]:
+        """The matrices that multiply every token, by place."""
+        return {"gate_up": self.gate_up, "down": self.down}
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
-        return all_reduce(self.down.apply(self._gate(self.gate_up.apply(x))), self.group)
+        return all_reduce(self.down.apply(self.gate_up.apply_gated(x, gelu=self.gelu)), self.group)
 
     def advance(self, x: Tensor, norm: Norm | None, stream: Tensor | None) -> Tensor | None:
         """As `forward`, of x normed first where a norm is given; adds to the stream as `Linear.advance` does."""
-        return self.down.advance(self._gate(self.gate_up.apply(x, norm)), stream, self.group)
+        return self.down.advance(self.gate_up.apply_gated(x, norm, gelu=self.gelu), stream, self.group)

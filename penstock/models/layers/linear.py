@@ -5,6 +5,7 @@ Knows nothing of how the matrix is kept: that is its weight format's.
 
 from torch import Tensor
 
+from penstock.kernels.activation import gate
 from penstock.models.layers.norm import Norm
 from penstock.models.quant.interface import LinearWeight
 from penstock.parallel.collectives import all_reduce
@@ -21,6 +22,12 @@ class Linear:
         if norm is None:
             return self.weight.apply(x, self.bias)
         return self.weight.apply_normed(x, norm.weight, norm.eps, self.bias)
+
+    def apply_gated(self, x: Tensor, norm: Norm | None = None, *, gelu: bool) -> Tensor:
+        """Take the rows as gates and then as many ups, and return act(gates) * ups of `apply`: [tokens, out / 2]."""
+        if norm is None:
+            return self.weight.apply_gated(x, self.bias, gelu=gelu)
+        return gate(self.apply(x, norm), gelu=gelu)
 
     def apply_wide(self, x: Tensor) -> Tensor:
         """As `apply`, in float32."""

@@ -40,7 +40,7 @@ class StackedExperts:
 
         if not kernels.fits(*downs[0].shape):
             return None
-        return cls(torch.stack(gate_ups), torch.stack(downs), gelu=experts[0].activation == "gelu_tanh")
+        return cls(torch.stack(gate_ups), torch.stack(downs), gelu=experts[0].gelu)
 
     def run(self, x: Tensor, logits: Tensor, spec: MoeSpec) -> Tensor:
         """x: [tokens, hidden]; logits: [tokens, experts] -> [tokens, hidden]."""
@@ -76,6 +76,11 @@ class Moe:
         self.group = group
         self.stacked = StackedExperts.of(experts)
         self.experts = experts if self.stacked is None else []
+
+    @property
+    def linears(self) -> dict[str, Linear]:
+        """The matrices that multiply every token, by place."""
+        return {"router": self.router}
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""

@@ -3,20 +3,27 @@
 Takes any stored tensor on any device, so it is the format of last resort and, in float32, the exact one.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.models.quant.interface import LinearWeight, WeightFormat
+from penstock.models.quant.interface import LinearWeight, ProductUse, WeightFormat
 from penstock.models.stored_tensor import StoredTensor
 
 if TYPE_CHECKING:
+    from penstock.kernels.library_product import LibraryProduct
     from penstock.kernels.triton.few_rows import FewRowsProduct
 
 # Products with at most so many rows have a kernel of their own on CUDA.
 _FEW_ROWS = 16
+# Beyond so many, whether gates are made at once with a product is not tried but foreseen.
+_MOST_TRIED_GATES = 1024
+# To find out whether gates are made at once with a product: milliseconds of a trial, and of the host for a launch.
+_TRIAL, _LAUNCH = 0.4, 0.15
+_MARGIN = 0.98
 
 
 class DenseWeight(LinearWeight):
@@ -24,27 +31,96 @@ class DenseWeight(LinearWeight):
         self.weight = weight  # [out_features, in_features]
         self.out_features, self.in_features = weight.shape
         self._few_rows: FewRowsProduct | None = None
+        # By rows and whether the product is wide; None where torch's own is as good.
+        self._tuned: dict[tuple[int, bool], LibraryProduct | None] = {}
+        self._gated: dict[int, bool] = {}  # by rows: whether one kernel also makes the gates
+        self._can_gate = False
         if weight.is_cuda:
             from penstock.kernels.triton.few_rows import product_for
 
             self._few_rows = product_for(weight)
+            self._can_gate = _can_gate(weight)
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self._few_rows is not None and bias is None and x.shape[0] <= _FEW_ROWS:
             return self._few_rows.multiply(x)
+        tuned = self._tuned.get((x.shape[0], False))
+        if tuned is not None and bias is None and x.is_contiguous():
+            return tuned.multiply(x, self.weight)
         return functional.linear(x, self.weight, bias)
+
+    def apply_gated(self, x: Tensor, bias: Tensor | None = None, *, gelu: bool) -> Tensor:
+        if bias is None and self._gates_at_once(x.shape[0]):
+            from penstock.kernels.triton import hopper_gated
+
+            return hopper_gated.gated_product(x, self.weight, gelu=gelu)
+        return super().apply_gated(x, bias, gelu=gelu)
+
+    def _gates_at_once(self, num_rows: int) -> bool:
+        """Whether one kernel multiplies and gates so many rows."""
+        if num_rows in self._gated:
+            return self._gated[num_rows]
+        if num_rows <= _MOST_TRIED_GATES or not self._can_gate:
+            return False
+        from penstock.kernels.triton import hopper_gated
+
+        return hopper_gated.pays(num_rows, self.weight)
 
     def apply_wide(self, x: Tensor) -> Tensor:
         if not x.is_cuda or x.dtype == torch.float32:
             return self.apply(x).float()
         if self._few_rows is not None and x.shape[0] <= _FEW_ROWS:
             return self._few_rows.multiply(x, torch.float32)
+        tuned = self._tuned.get((x.shape[0], True))
+        if tuned is not None and x.is_contiguous():
+            return tuned.multiply(x, self.weight)
         return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
 
     def apply_normed(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
         if self._few_rows is not None and bias is None and self._few_rows.norms(x.shape[0]):
             return self._few_rows.multiply_normed(x, norm, eps)
         return super().apply_normed(x, norm, eps, bias)
+
+    def tune(self, peers: Sequence[LinearWeight], num_rows: int, use: ProductUse) -> None:
+        wide = use == "wide"
+        if not self.weight.is_cuda or self.weight.dtype == torch.float32 or (num_rows, wide) in self._tuned:
+            return
+        if num_rows <= _FEW_ROWS and self._few_rows is not None:
+            return
+        if use == "gated" and self._gates_at_once(num_rows):
+            return
+        from penstock.kernels.library_product import fastest_product
+
+        alike = [self, *(peer for peer in peers if isinstance(peer, DenseWeight))]
+        weights = [one.weight for one in alike]
+        product = fastest_product(weights, num_rows, torch.float32 if wide else self.weight.dtype)
+        for one in alike:
+            one._tuned[num_rows, wide] = product
+        if use == "gated" and self._can_gate and num_rows <= _MOST_TRIED_GATES:
+            gates_at_once = self._try_gated(weights, num_rows)
+            for one in alike:
+                one._gated[num_rows] = gates_at_once
+
+    def _try_gated(self, weights: Sequence[Tensor], num_rows: int) -> bool:
+        """Whether one kernel is faster than the product that was found and a gate."""
+        from penstock.kernels.activation import silu_gate
+        from penstock.kernels.trial import milliseconds
+        from penstock.kernels.triton import hopper_gated
+
+        if not hopper_gated.fills_device(num_rows, self.weight):
+            return False
+        product = self._tuned[num_rows, False]
+        multiply = functional.linear if product is None else product.multiply
+
+        def apart(x: Tensor, weight: Tensor) -> Tensor:
+            return silu_gate(multiply(x, weight))
+
+        def at_once(x: Tensor, weight: Tensor) -> Tensor:
+            return hopper_gated.gated_product(x, weight, gelu=False)
+
+        x = self.weight.new_empty(num_rows, self.in_features).normal_()
+        usual = milliseconds(apart, x, weights, trial=_TRIAL, launch=_LAUNCH)
+        return milliseconds(at_once, x, weights, trial=_TRIAL, launch=_LAUNCH) < _MARGIN * usual
 
     def add(self, x: Tensor, total: Tensor) -> bool:
         if self._few_rows is None or x.shape[0] > _FEW_ROWS:
@@ -72,6 +148,17 @@ class DenseFormat(WeightFormat):
             weight[first : first + part.shape[0]].copy_(part.dense(_transit_dtype(part, dtype)))
             first += part.shape[0]
         return DenseWeight(weight)
+
+
+def _can_gate(weight: Tensor) -> bool:
+    """Whether the kernel that multiplies and gates takes this matrix, should half of it be gates."""
+    from penstock.kernels.triton.hopper import runs_gluon
+
+    if not runs_gluon(weight.device):
+        return False
+    from penstock.kernels.triton import hopper_gated
+
+    return hopper_gated.fits(weight)
 
 
 def _transit_dtype(part: StoredTensor, dtype: torch.dtype) -> torch.dtype:

@@ -5,13 +5,18 @@ never ask which one.
 """
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from penstock.kernels.activation import gate
 from penstock.kernels.norm_rope import rms_norm
 from penstock.models.stored_tensor import StoredTensor
+
+# What a matrix is for: `apply`, `apply_gated` or `apply_wide`.
+ProductUse = Literal["plain", "gated", "wide"]
 
 
 class LinearWeight(ABC):
@@ -24,6 +29,10 @@ class LinearWeight(ABC):
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ W.T + bias. x: [tokens, in_features] -> [tokens, out_features]."""
 
+    def apply_gated(self, x: Tensor, bias: Tensor | None = None, *, gelu: bool) -> Tensor:
+        """Return act(gates) * ups of `apply`, whose first half are gates. x: [tokens, in] -> [tokens, out / 2]."""
+        return gate(self.apply(x, bias), gelu=gelu)
+
     def apply_wide(self, x: Tensor) -> Tensor:
         """Return x @ W.T in float32, without rounding it to the activations' type first where that can be had."""
         return self.apply(x).float()
@@ -35,6 +44,12 @@ class LinearWeight(ABC):
     def add(self, x: Tensor, total: Tensor) -> bool:
         """Add x @ W.T to the total in place, or change nothing and return False where no kernel does that."""
         return False
+
+    def tune(self, peers: Sequence["LinearWeight"], num_rows: int, use: ProductUse) -> None:  # noqa: B027 - for formats with a choice
+        """Find out how products of so many rows run fastest, for this matrix and its peers of the same shape and use.
+
+        May take milliseconds; must not be called during a capture.
+        """
 
     @property
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Which prefill kernel a layer gets, and that the one for Hopper compiles where there is no such device."""
+"""Which prefill kernel a layer gets, and that those for Hopper compile where there is no such device."""
 
 import os
 import subprocess
@@ -51,11 +51,12 @@ def test_a_tile_for_hopper_has_heads_that_divide_a_group(num_heads: int, num_kv_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", ["bf16", "fp16"])
-def test_the_kernel_for_hopper_compiles_and_its_products_overlap(number: str) -> None:
+@pytest.mark.parametrize(("kernel", "number"), [("prefill", "bf16"), ("prefill", "fp16"), ("gated", "bf16")])
+def test_kernels_for_hopper_compile_and_their_products_overlap(kernel: str, number: str) -> None:
     # In a process of its own, since the interpreter of this one takes the place of the compiler.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.hopper_compilation", number]
+    command = [sys.executable, "-m", "tests.hopper_compilation", kernel, number]
     found = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     assert found.returncode == 0, found.stderr
     assert "registers" in found.stdout and "serialized" not in found.stdout
+    assert "0 bytes spill stores" in found.stdout
