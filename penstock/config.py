@@ -54,7 +54,7 @@ class Options:
     )
     max_context_tokens: int | None = _option("model", "Longest prompt plus answer", None, low=16)
     chat_template: str | None = _option("model", "Jinja file that replaces the model's chat template", None)
-    cache_dir: str | None = _option("model", "Folder for fetched models", None)
+    cache_dir: str | None = _option("model", "Folder for fetched models and what was found out about devices", None)
 
     device: str = _option("device", "Where the model runs", "auto", choices=("auto", "cpu", "cuda", "simulated"))
     simulated_profile: str = _option(

@@ -5,6 +5,8 @@ dimension and no padding: which token belongs to whom is the attention backend's
 no data-dependent shapes, so a step can be captured in a CUDA graph (but see `layers.moe` for experts).
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,9 @@ from penstock.models.spec import ModelSpec
 from penstock.parallel.collectives import all_gather
 from penstock.parallel.groups import SINGLE, Group
 from penstock.parallel.sharding import shard, shard_shared
+
+if TYPE_CHECKING:
+    from penstock.kernels.product_tuner import ProductTuner
 
 
 class DecoderLayer:
@@ -125,15 +130,15 @@ class Decoder:
         return self._run(list(kinds.values()), token_ids, positions, attention)
 
     @torch.inference_mode()
-    def tune(self, num_tokens: int) -> None:
-        """Let the matrices find out how `forward` of so many tokens runs fastest. Takes a moment, once for a size."""
+    def tune(self, num_tokens: int, tuner: "ProductTuner") -> None:
+        """Have `forward` of so many tokens run as fast as the tuner knows, or finds out."""
         for (place, _, _), (first, *peers) in self._alike.items():
-            first.tune(peers, num_tokens, "gated" if place == "gate_up" else "plain")
+            first.tune(peers, num_tokens, "gated" if place == "gate_up" else "plain", tuner)
 
     @torch.inference_mode()
-    def tune_logits(self, num_rows: int) -> None:
+    def tune_logits(self, num_rows: int, tuner: "ProductTuner") -> None:
         """The same for `logits` of so many rows."""
-        self.lm_head.weight.tune((), num_rows, "wide")
+        self.lm_head.weight.tune((), num_rows, "wide", tuner)
 
     def _run(
         self, layers: list[DecoderLayer], token_ids: Tensor, positions: Tensor, attention: AttentionBackend

@@ -1,5 +1,8 @@
 """Products of many rows: the one that also gates, and those of the library, chosen by trying."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,10 +11,11 @@ from torch.nn import functional
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
 
-from penstock.kernels import library_product
-from penstock.kernels.library_product import Shape
+from penstock.kernels.library_product import Library, Shape
+from penstock.kernels.product_tuner import ProductTuner
 from penstock.kernels.triton.hopper import runs_gluon
 from penstock.models.quant.dense import DenseWeight
+from penstock.models.quant.interface import ProductUse
 
 pytestmark = pytest.mark.gpu
 
@@ -91,8 +95,7 @@ def test_a_captured_gated_product_follows_its_input() -> None:
 @pytest.mark.parametrize("num_rows", [17, 100, 256])
 def test_every_algorithm_that_the_library_names_gives_the_product(num_rows: int, out_dtype: torch.dtype) -> None:
     x, weight = matrices(num_rows, 512, 1024)
-    library = library_product._library(x.device)
-    assert library is not None
+    library = Library(x.device)
     products = library.candidates(Shape(num_rows, 1024, 1024, torch.bfloat16, out_dtype))
     assert products
     wanted = functional.linear(x.float(), weight.float())
@@ -100,14 +103,19 @@ def test_every_algorithm_that_the_library_names_gives_the_product(num_rows: int,
         found = product.multiply(x, weight)
         assert found.dtype == out_dtype
         assert relative_error(found, wanted) < 5e-3
+        restored = library.restore(Shape(num_rows, 1024, 1024, torch.bfloat16, out_dtype), product.algorithm)
+        assert restored is not None and torch.equal(restored.multiply(x, weight), found)
+    assert library.restore(Shape(num_rows, 1024, 1024, torch.bfloat16, out_dtype), [1 << 60] * 8) is None
 
 
 @pytest.mark.parametrize("use", ["plain", "gated", "wide"])
-def test_a_tuned_weight_gives_what_it_gave(use: str) -> None:
+def test_a_tuned_weight_gives_what_it_gave(use: ProductUse) -> None:
+    tuner = ProductTuner(torch.device("cuda", 0), None)
+    tuner.allow(60.0)
     weights = [DenseWeight(matrices(seed, 1024, 1024)[1]) for seed in range(3)]
     for num_rows in (40, 192, 448):
         x, _ = matrices(num_rows, 1024, 1024)
-        weights[0].tune(weights[1:], num_rows, use)  # type: ignore[arg-type]
+        weights[0].tune(weights[1:], num_rows, use, tuner)
         for weight in weights:
             wanted = functional.linear(x.float(), weight.weight.float())
             assert relative_error(weight.apply(x), wanted) < 5e-3
@@ -118,7 +126,9 @@ def test_a_tuned_weight_gives_what_it_gave(use: str) -> None:
 def test_a_tuned_product_can_be_captured() -> None:
     weight = DenseWeight(matrices(1, 1024, 1024)[1])
     x, _ = matrices(192, 1024, 1024)
-    weight.tune((), 192, "plain")
+    tuner = ProductTuner(x.device, None)
+    tuner.allow(60.0)
+    weight.tune((), 192, "plain", tuner)
     weight.apply(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -126,3 +136,47 @@ def test_a_tuned_product_can_be_captured() -> None:
     x.copy_(torch.randn_like(x))
     graph.replay()
     assert relative_error(found, functional.linear(x.float(), weight.weight.float())) < 5e-3
+
+
+def test_what_was_found_is_known_to_the_next_process(tmp_path: Path) -> None:
+    device = torch.device("cuda", 0)
+    sizes = [(40, torch.bfloat16), (192, torch.bfloat16), (448, torch.bfloat16), (192, torch.float32)]
+    weight = matrices(1, 1024, 1024)[1]
+    first = ProductTuner(device, tmp_path / "tuned")
+    assert first.product([weight], 40, torch.bfloat16) is None  # trials are not allowed yet
+    first.allow(60.0)
+    found = [first.product([weight], *size) for size in sizes]
+    first.save()
+    (file,) = (tmp_path / "tuned").iterdir()
+    assert len(json.loads(file.read_text())["found"]) == len(sizes)
+    second = ProductTuner(device, tmp_path / "tuned")
+    restored = [second.product([weight], *size) for size in sizes]
+    assert [known and known.algorithm for known in restored] == [known and known.algorithm for known in found]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"found": 3}', '{"found": {"192 x 2048 x 1024": "x"}}'])
+def test_a_file_that_makes_no_sense_is_no_file(tmp_path: Path, content: str) -> None:
+    device = torch.device("cuda", 0)
+    tuner = ProductTuner(device, tmp_path)
+    tuner.allow(60.0)
+    weight = matrices(1, 1024, 1024)[1]
+    tuner.product([weight], 192, torch.bfloat16)
+    tuner.save()
+    (file,) = tmp_path.iterdir()
+    file.write_text(content)
+    again = ProductTuner(device, tmp_path)
+    again.allow(60.0)
+    again.product([weight], 192, torch.bfloat16)
+    again.save()
+    assert len(json.loads(file.read_text())["found"]) == 1
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tuned").write_text("a file where a folder should be")
+    tuner = ProductTuner(torch.device("cuda", 0), tmp_path / "tuned")
+    tuner.allow(60.0)
+    tuner.product([matrices(1, 1024, 1024)[1]], 192, torch.bfloat16)
+    tuner.save()
+    assert "cannot be kept" in caplog.text

@@ -19,6 +19,7 @@ from penstock.engine.runner.batch_rows import BatchRows
 from penstock.engine.runner.token_draw import DrawOutcome, TokenDraw
 from penstock.engine.runner.transfer import StagingRing
 from penstock.kernels.attention.interface import AttentionBackend, AttentionStep
+from penstock.kernels.product_tuner import ProductTuner
 from penstock.models.decoder import Decoder
 
 T = TypeVar("T")
@@ -67,9 +68,17 @@ class DecodeGraphs:
     """Captured decode steps over persistent rows."""
 
     def __init__(
-        self, model: Decoder, attention: AttentionBackend, rows: BatchRows, draw: TokenDraw, max_batch: int
+        self,
+        model: Decoder,
+        attention: AttentionBackend,
+        rows: BatchRows,
+        draw: TokenDraw,
+        tuner: ProductTuner,
+        *,
+        max_batch: int,
     ) -> None:
         self._model = model
+        self.tuner = tuner
         self._attention = attention
         self._rows = rows
         self._draw = draw
@@ -88,11 +97,12 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             self._inputs[:size] = self._rows.scratch_row
             self._inputs[size : 2 * size] = 0
-            self._model.tune(size)
-            self._model.tune_logits(size)
+            self._model.tune(size, self.tuner)
+            self._model.tune_logits(size, self.tuner)
             self._step(size, self._model.touch)
             body = functools.partial(self._step, size, self._model.forward)
             self._graphs[size] = capture(body, self.stream, self.pool)
+        self.tuner.save()
 
     def run(self, rows: np.ndarray, positions: np.ndarray) -> DrawOutcome:
         """Run one token of each row, draw the next and write it to the row."""

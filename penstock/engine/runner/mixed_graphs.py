@@ -32,6 +32,8 @@ Size = TypeVar("Size")
 _SLICE_COUNTS = (32, 64, 128, 256, 512, 1024, 2048)
 # From so many tokens on, what such programs cost is lost beside the rest of the step.
 _MANY_TOKENS = 1024
+# How long products of a size that is captured ahead may be tried.
+_TUNE_SECONDS = 0.1
 
 
 def token_counts(most: int) -> list[int]:
@@ -129,6 +131,7 @@ class MixedGraphs:
         self._attention = attention
         self._rows = rows
         self._draw = draw
+        self._tuner = graphs.tuner
         self._max_draws = max_running
         self.token_counts = token_counts(max_step_tokens)
         self._slice_counts = [count for count in _SLICE_COUNTS if count < max_running] + [max_running]
@@ -168,12 +171,14 @@ class MixedGraphs:
         if not self._upcoming:
             return False
         size = self._upcoming.popleft()
+        self._tuner.allow(_TUNE_SECONDS)
         if isinstance(size, _Places):
             self._stage(_NOTHING, size)
             self._forwards.prepare(size)
         else:
             self._stage(_NOTHING, self._places(self.token_counts[0], 1))
             self._draws.prepare(size)
+        self._tuner.save()
         return True
 
     def _all_places(self) -> list[_Places]:
@@ -249,11 +254,11 @@ class MixedGraphs:
         return torch.index_select(hidden, 0, self._inputs[: self._max_draws], out=self._states)
 
     def _load_forward(self, places: _Places) -> None:
-        self._model.tune(places.num_tokens)
+        self._model.tune(places.num_tokens, self._tuner)
         self._forward(places, self._model.touch)
 
     def _load_draw(self, size: int) -> None:
-        self._model.tune_logits(size)
+        self._model.tune_logits(size, self._tuner)
         self._draw_rows(size)
 
     def _draw_rows(self, size: int) -> Tensor:

@@ -1,6 +1,7 @@
 """CPUs and CUDA devices: the model loaded, its memory laid out, and a runner around both."""
 
 import time
+from pathlib import Path
 
 import torch
 
@@ -18,13 +19,16 @@ from penstock.engine.sampling.row_parameters import RowParameters
 from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.timeline import Timeline
 from penstock.kernels.attention.registry import BACKENDS
+from penstock.kernels.product_tuner import ProductTuner
 from penstock.models.decoder import Decoder, attention_layers
 from penstock.models.loader import load_model
 from penstock.models.spec import ModelSpec
-from penstock.models.store import ModelFiles
+from penstock.models.store import ModelFiles, cache_folder
 
 # How long a server that starts spends on graphs of steps with prompts; the rest are captured in idle moments.
 _CAPTURE_SECONDS = 1.5
+# How long it tries how products run fastest, where that is not known from an earlier start.
+_TUNE_SECONDS = 2.0
 
 
 class TorchDevice(Device):
@@ -54,13 +58,13 @@ class TorchDevice(Device):
             progress=progress,
         )
         timeline.mark("weights")
-        runner = make_runner(config, spec, model)
+        runner = make_runner(config, spec, model, cache_folder(self.options.cache_dir))
         timeline.mark("KV cache")
         return runner
 
 
-def make_runner(config: EngineConfig, spec: ModelSpec, model: Decoder) -> ModelRunner:
-    """Return a runner around a loaded model."""
+def make_runner(config: EngineConfig, spec: ModelSpec, model: Decoder, folder: Path | None = None) -> ModelRunner:
+    """Return a runner around a loaded model. The folder keeps what is found out about the device."""
     device = torch.device(config.device)
     pool = KvPool(
         spec,
@@ -76,7 +80,9 @@ def make_runner(config: EngineConfig, spec: ModelSpec, model: Decoder) -> ModelR
     graphs = mixed_graphs = None
     if device.type == "cuda":
         draw = TokenDraw(rows, parameters, config.max_running)
-        graphs = DecodeGraphs(model, attention, rows, draw, config.max_running)
+        tuner = ProductTuner(device, None if folder is None else folder / "tuned")
+        tuner.allow(_TUNE_SECONDS)
+        graphs = DecodeGraphs(model, attention, rows, draw, tuner, max_batch=config.max_running)
         graphs.capture()
         if attention.captures_prompts:
             mixed_graphs = MixedGraphs(

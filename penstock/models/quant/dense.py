@@ -15,15 +15,13 @@ from penstock.models.stored_tensor import StoredTensor
 
 if TYPE_CHECKING:
     from penstock.kernels.library_product import LibraryProduct
+    from penstock.kernels.product_tuner import ProductTuner
     from penstock.kernels.triton.few_rows import FewRowsProduct
 
 # Products with at most so many rows have a kernel of their own on CUDA.
 _FEW_ROWS = 16
 # Beyond so many, whether gates are made at once with a product is not tried but foreseen.
 _MOST_TRIED_GATES = 1024
-# To find out whether gates are made at once with a product: milliseconds of a trial, and of the host for a launch.
-_TRIAL, _LAUNCH = 0.4, 0.15
-_MARGIN = 0.98
 
 
 class DenseWeight(LinearWeight):
@@ -81,46 +79,31 @@ class DenseWeight(LinearWeight):
             return self._few_rows.multiply_normed(x, norm, eps)
         return super().apply_normed(x, norm, eps, bias)
 
-    def tune(self, peers: Sequence[LinearWeight], num_rows: int, use: ProductUse) -> None:
+    def tune(self, peers: Sequence[LinearWeight], num_rows: int, use: ProductUse, tuner: "ProductTuner") -> None:
         wide = use == "wide"
-        if not self.weight.is_cuda or self.weight.dtype == torch.float32 or (num_rows, wide) in self._tuned:
+        if not self.weight.is_cuda or self.weight.dtype == torch.float32 or self._tuned.get((num_rows, wide)):
             return
         if num_rows <= _FEW_ROWS and self._few_rows is not None:
             return
         if use == "gated" and self._gates_at_once(num_rows):
             return
-        from penstock.kernels.library_product import fastest_product
-
         alike = [self, *(peer for peer in peers if isinstance(peer, DenseWeight))]
         weights = [one.weight for one in alike]
-        product = fastest_product(weights, num_rows, torch.float32 if wide else self.weight.dtype)
+        product = tuner.product(weights, num_rows, torch.float32 if wide else self.weight.dtype)
         for one in alike:
             one._tuned[num_rows, wide] = product
-        if use == "gated" and self._can_gate and num_rows <= _MOST_TRIED_GATES:
-            gates_at_once = self._try_gated(weights, num_rows)
+        if use == "gated" and self._may_gate_at_once(num_rows):
+            gates_at_once = tuner.gates_at_once(weights, num_rows, product)
             for one in alike:
                 one._gated[num_rows] = gates_at_once
 
-    def _try_gated(self, weights: Sequence[Tensor], num_rows: int) -> bool:
-        """Whether one kernel is faster than the product that was found and a gate."""
-        from penstock.kernels.activation import silu_gate
-        from penstock.kernels.trial import milliseconds
+    def _may_gate_at_once(self, num_rows: int) -> bool:
+        """Whether it is worth a trial."""
+        if num_rows > _MOST_TRIED_GATES or not self._can_gate:
+            return False
         from penstock.kernels.triton import hopper_gated
 
-        if not hopper_gated.fills_device(num_rows, self.weight):
-            return False
-        product = self._tuned[num_rows, False]
-        multiply = functional.linear if product is None else product.multiply
-
-        def apart(x: Tensor, weight: Tensor) -> Tensor:
-            return silu_gate(multiply(x, weight))
-
-        def at_once(x: Tensor, weight: Tensor) -> Tensor:
-            return hopper_gated.gated_product(x, weight, gelu=False)
-
-        x = self.weight.new_empty(num_rows, self.in_features).normal_()
-        usual = milliseconds(apart, x, weights, trial=_TRIAL, launch=_LAUNCH)
-        return milliseconds(at_once, x, weights, trial=_TRIAL, launch=_LAUNCH) < _MARGIN * usual
+        return hopper_gated.fills_device(num_rows, self.weight)
 
     def add(self, x: Tensor, total: Tensor) -> bool:
         if self._few_rows is None or x.shape[0] > _FEW_ROWS:

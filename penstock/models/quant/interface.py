@@ -6,7 +6,7 @@ never ask which one.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch import Tensor
 from penstock.kernels.activation import gate
 from penstock.kernels.norm_rope import rms_norm
 from penstock.models.stored_tensor import StoredTensor
+
+if TYPE_CHECKING:
+    from penstock.kernels.product_tuner import ProductTuner
 
 # What a matrix is for: `apply`, `apply_gated` or `apply_wide`.
 ProductUse = Literal["plain", "gated", "wide"]
@@ -45,8 +48,10 @@ class LinearWeight(ABC):
         """Add x @ W.T to the total in place, or change nothing and return False where no kernel does that."""
         return False
 
-    def tune(self, peers: Sequence["LinearWeight"], num_rows: int, use: ProductUse) -> None:  # noqa: B027 - for formats with a choice
-        """Find out how products of so many rows run fastest, for this matrix and its peers of the same shape and use.
+    def tune(  # noqa: B027 - for formats with a choice
+        self, peers: Sequence["LinearWeight"], num_rows: int, use: ProductUse, tuner: "ProductTuner"
+    ) -> None:
+        """Have products of so many rows run as fast as the tuner knows: of this matrix, and of peers of the same shape.
 
         May take milliseconds; must not be called during a capture.
         """
