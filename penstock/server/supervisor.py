@@ -6,6 +6,7 @@ loads torch.
 
 import asyncio
 import contextlib
+import io
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ from penstock.models.store import ModelFiles
 from penstock.server.config import ServerConfig
 from penstock.server.listeners import joined, listen, listen_for_admin, remove_socket
 from penstock.server.registration import Registrations
+from penstock.server.restarts import Restarts
 from penstock.server.worker_setup import WorkerSetup
 from penstock.telemetry import log_event
 
@@ -32,9 +34,6 @@ log = logging.getLogger("penstock.supervisor")
 
 ENGINE_MODULE = "penstock.engine.process"
 
-# An engine that dies this often without ever having been ready will not get better by itself.
-_MAX_FAILED_STARTS = 5
-_RESTART_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0)
 # Beyond the drain: what a worker may need to close its sockets, and the engine to end its step.
 _STOP_SECONDS = 5.0
 
@@ -140,22 +139,21 @@ class Supervisor:
 
     async def _keep_engine(self) -> None:
         """Run the engine, again and again if it dies."""
-        failed_starts = 0
+        restarts = Restarts()
         while True:
-            was_ready = await self._run_engine()
+            restarts.note_end(has_served=await self._run_engine())
             if self._draining.is_set():
                 return
             if self._refused is not None:
                 raise StartFailed(self._refused)
-            failed_starts = 0 if was_ready else failed_starts + 1
             if self._client is not None and self._client.info is None:
                 raise StartFailed("the engine died while it started for the first time; see the log above")
-            if failed_starts >= _MAX_FAILED_STARTS:
-                raise StartFailed(f"the engine died {failed_starts} times while it started; see the log above")
+            if restarts.are_hopeless:
+                raise StartFailed(f"the engine died {restarts.num_failed} times while it started; see the log above")
             assert self._engine is not None
             status = self._engine.returncode
             log_event(log, "the engine ended and is started again", level=logging.ERROR, status=status)
-            await asyncio.sleep(_RESTART_SECONDS[min(failed_starts, len(_RESTART_SECONDS) - 1)])
+            await asyncio.sleep(restarts.pause_seconds)
 
     async def _run_engine(self) -> bool:
         """Run one engine process to its end; return whether it ever served."""
@@ -194,27 +192,38 @@ class Supervisor:
     async def _keep_worker(self, index: int) -> None:
         """Run one API worker, again and again if it dies; tell the engine of the dead."""
         generation = 0
-        failed_quickly = 0
+        restarts = Restarts()
         while not self._draining.is_set():
             identity = f"worker-{index}-{generation}".encode()
-            started = time.monotonic()
-            # One worker serves the admin socket.
-            worker = await self._spawn_worker(identity, admin=index == 0)
-            self._workers[index] = worker
-            status = await worker.wait()
+            restarts.note_end(has_served=await self._run_worker(index, identity))
             if self._client is not None:
                 self._client.say_goodbye(identity)
             if self._draining.is_set():
                 return
-            failed_quickly = failed_quickly + 1 if time.monotonic() - started < 10 else 0
-            if failed_quickly >= _MAX_FAILED_STARTS:
+            if restarts.are_hopeless:
                 raise StartFailed("an API worker died again and again while it started; see the log above")
+            status = self._workers[index].returncode
             log_event(log, "an API worker ended and is started again", level=logging.ERROR, worker=index, status=status)
             generation += 1
-            await asyncio.sleep(_RESTART_SECONDS[min(failed_quickly, len(_RESTART_SECONDS) - 1)])
+            await asyncio.sleep(restarts.pause_seconds)
 
-    async def _spawn_worker(self, identity: bytes, *, admin: bool) -> asyncio.subprocess.Process:
-        inherited = (self._listener.fileno(), *([self._admin.fileno()] if admin else []))
+    async def _run_worker(self, index: int, identity: bytes) -> bool:
+        """Run one API worker process to its end; return whether it ever served."""
+        reading, writing = os.pipe()
+        # Nobody may be waited for here: the worker may have left the other end to a process of its own.
+        os.set_blocking(reading, False)
+        with io.FileIO(reading) as notices:
+            try:
+                # One worker serves the admin socket.
+                worker = await self._spawn_worker(identity, writing, admin=index == 0)
+            finally:
+                os.close(writing)
+            self._workers[index] = worker
+            await worker.wait()
+            return bool(notices.read(1))
+
+    async def _spawn_worker(self, identity: bytes, notice_fd: int, *, admin: bool) -> asyncio.subprocess.Process:
+        inherited = (self._listener.fileno(), notice_fd, *([self._admin.fileno()] if admin else []))
         setup = WorkerSetup(
             config=self.config,
             files=self._files,
@@ -222,6 +231,7 @@ class Supervisor:
             identity=identity.decode(),
             parent_pid=os.getpid(),
             listen_fd=self._listener.fileno(),
+            notice_fd=notice_fd,
             admin_fd=self._admin.fileno() if admin else None,
         )
         worker = await asyncio.create_subprocess_exec(

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -46,7 +46,15 @@ log = logging.getLogger("penstock.worker")
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, with our signals: it must not raise them again when it is done."""
+    """uvicorn, with our signals: it must not raise them again when it is done. Calls `on_started` when it serves."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -59,6 +67,7 @@ class Worker:
     def __init__(self, setup: WorkerSetup, context: ServerContext) -> None:
         self._context = context
         self._parent = setup.parent_pid
+        self._notice_fd = setup.notice_fd
         self._drain_seconds = setup.config.drain_seconds
         limits = ConnectionLimits()
         self._limits = replace(limits, max_connections=raise_file_limit(limits))
@@ -81,7 +90,8 @@ class Worker:
                 server_header=False,
                 timeout_keep_alive=int(self._limits.idle_seconds),
                 timeout_graceful_shutdown=int(self._drain_seconds) + _LAST_WORDS_SECONDS,
-            )
+            ),
+            self._note_started,
         )
 
     async def run(self) -> None:
@@ -90,6 +100,13 @@ class Worker:
         loop.add_signal_handler(signal.SIGTERM, self._on_signal)
         self._watch_parent()
         await asyncio.gather(*[server.serve(sockets=[listener]) for server, listener in self._servers])
+
+    def _note_started(self) -> None:
+        """Tell the supervisor once all sockets are served."""
+        if all(server.started for server, _ in self._servers):
+            with contextlib.suppress(BrokenPipeError):  # it is gone, as will soon be noticed
+                os.write(self._notice_fd, b"\n")
+            os.close(self._notice_fd)
 
     def _on_signal(self) -> None:
         if self._context.answers.draining:
@@ -177,7 +194,7 @@ async def _start_template(text: str | None, tokenizer: Tokenizer) -> ChatTemplat
 
 def main() -> int:
     setup = decode_setup(sys.stdin.buffer.read(), WorkerSetup)
-    for inherited in (setup.listen_fd, setup.admin_fd):
+    for inherited in (setup.listen_fd, setup.notice_fd, setup.admin_fd):
         if inherited is not None:
             os.set_inheritable(inherited, False)  # or the template process would keep it open behind us
     configure_logging(setup.config.log_format, process=setup.identity)

@@ -15,4 +15,5 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     identity: str  # this worker's name for the engine and in the log
     parent_pid: int  # asked for here, because by the time a child could look its parent may be gone
     listen_fd: int  # an inherited socket that already listens
+    notice_fd: int  # an inherited pipe, into which it writes a byte once it serves
     admin_fd: int | None = None  # the admin socket, likewise, for the one worker that serves it

@@ -125,6 +125,8 @@ async def steady(server: ServerProcess, seconds: float, *, num_callers: int = 8)
 
 def is_back(server: ServerProcess, dead: int) -> bool:
     """Whether a new process has taken a killed one's place and serves."""
+    if server.process.poll() is not None:
+        raise RuntimeError("the server gave up:\n" + "\n".join(server.lines[-20:]))
     return dead not in (server.engine_pid, server.worker_pid) and server.get("/ready")[0] == 200
 
 

@@ -61,6 +61,13 @@ async def test_a_killed_worker_leaves_no_request_running_and_is_replaced(server)
     assert ask(server).status_code == 200
 
 
+def test_a_worker_that_is_killed_whenever_it_serves_is_replaced_every_time(server):
+    for _ in range(6):
+        before = server.worker_pid
+        os.kill(before, signal.SIGKILL)
+        until(lambda dead=before: server.worker_pid != dead and server.get("/ready")[0] == 200, 60, "a new worker")
+
+
 async def test_an_engine_that_stands_still_is_not_ready_and_recovers(server, patience):
     calls = await opened(server, 2, max_tokens=700)
     engine = server.engine_pid

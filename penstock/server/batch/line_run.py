@@ -36,6 +36,8 @@ from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
 
 _UNKNOWN_WAIT_SECONDS = 1.0
+# Characters that end a line for Unicode, as for Python's `splitlines`, and that JSON allows inside a text as they are.
+_LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\x85\u2028\u2029")
 
 log = logging.getLogger("penstock.batch")
 
@@ -140,15 +142,18 @@ def _end(
 
 
 def result_line(batch_id: str, row: EndedRow, *, is_cancelled: bool) -> bytes:
-    """Return a line of an output or error file, also of what never ran."""
-    if row.result is not None:
-        return row.result.encode() + b"\n"
+    """Return a line of an output or error file, also of what never ran. Only its end can be taken for one."""
+    line = row.result.encode() if row.result is not None else _unrun(batch_id, row, is_cancelled=is_cancelled)
+    for end, escaped in _LINE_ENDS:
+        line = line.replace(end, escaped)
+    return line + b"\n"
+
+
+def _unrun(batch_id: str, row: EndedRow, *, is_cancelled: bool) -> bytes:
     error = LineError(code="batch_expired", message="the completion window ended before this request could run")
     if is_cancelled:
         error = LineError(code="batch_cancelled", message="the batch was cancelled before this request could run")
-    return (
-        msgspec.json.encode(ResultLine(id=_line_id(batch_id, row.line), custom_id=row.custom_id, error=error)) + b"\n"
-    )
+    return msgspec.json.encode(ResultLine(id=_line_id(batch_id, row.line), custom_id=row.custom_id, error=error))
 
 
 def _line_id(batch_id: str, line: int) -> str:

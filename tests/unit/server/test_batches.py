@@ -246,6 +246,19 @@ async def test_answers_have_openais_shapes(tmp_path):
         check("DeleteFileResponse", (await desk.call("DELETE", f"/files/{ended['output_file_id']}")).json())
 
 
+async def test_every_line_of_a_result_file_is_whole_however_a_script_finds_its_ends(tmp_path):
+    ends = "one\x85two\u2028three\u2029four\\\x85\r\n\x0b\x0c\x1c\x1d\x1e"
+    async with running_desk(tmp_path) as desk:
+        engine = desk.service.engine
+        engine.script = lambda request: engine.say(request, ends)
+        lines = line("good\u2028", max_tokens=len(ends.encode())), line("bad\x85\u2029", temperature=7)
+        ended = await desk.ended(await desk.start(*lines))
+        (answer,) = await desk.results(ended["output_file_id"])
+        (error,) = await desk.results(ended["error_file_id"])
+        assert [answer["custom_id"], error["custom_id"]] == ["good\u2028", "bad\x85\u2029"]
+        assert answer["response"]["body"]["choices"][0]["text"] == ends
+
+
 async def test_batches_are_counted(tmp_path):
     async with running_desk(tmp_path) as desk:
         await desk.ended(await desk.start(line("a"), line("b", temperature=9)))

@@ -74,7 +74,17 @@ class RunningWorker:
         await self.client.aclose()
 
 
-def setup_for(folder: Path, listener: socket.socket, **changes: object) -> bytes:
+@pytest.fixture
+def notices():
+    """The two ends of a pipe in which workers say that they serve."""
+    ends = os.pipe()
+    os.set_blocking(ends[0], False)
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def setup_for(folder: Path, listener: socket.socket, notice_fd: int, **changes: object) -> bytes:
     write_tokenizer(folder)
     files = ModelFiles(name=MODEL, kind="folder", path=folder)
     return encode_setup(
@@ -85,27 +95,30 @@ def setup_for(folder: Path, listener: socket.socket, **changes: object) -> bytes
             identity="worker-0",
             parent_pid=os.getpid(),
             listen_fd=listener.fileno(),
+            notice_fd=notice_fd,
         )
     )
 
 
-def launch(command: list[str], document: bytes, listener: socket.socket) -> RunningWorker:
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=[listener.fileno()])
+def launch(command: list[str], document: bytes, listener: socket.socket, notice_fd: int) -> RunningWorker:
+    pipe, inherited = subprocess.PIPE, [listener.fileno(), notice_fd]
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=inherited)
     process.stdin.write(document)
     process.stdin.close()
     return RunningWorker(process, listener.getsockname()[1])
 
 
 @pytest.fixture
-async def start(tmp_path):
+async def start(tmp_path, notices):
     workers = []
 
-    async def start_worker(**changes: object) -> RunningWorker:
+    async def start_worker(tokenizer: str | None = None, **changes: object) -> RunningWorker:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            document = setup_for(tmp_path, listener, **changes)
+            document = setup_for(tmp_path, listener, notices[1], **changes)
+            if tokenizer is not None:
+                (tmp_path / "tokenizer.json").write_text(tokenizer)
             command = [sys.executable, "-m", "penstock.server.worker"]
-            workers.append(launch(command, document, listener))
+            workers.append(launch(command, document, listener, notices[1]))
         return workers[-1]
 
     yield start_worker
@@ -152,6 +165,20 @@ async def test_without_an_engine_a_worker_is_live_but_not_ready(start):
     response = await worker.client.get("/ready")
     assert response.status_code == 503
     assert "starting" in response.json()["error"]["message"]
+
+
+async def test_a_worker_that_serves_says_so_once(engine, start, notices):
+    worker = await start()
+    await worker.wait_ready()
+    assert os.read(notices[0], 10) == b"\n"
+    assert str(notices[1]) not in os.listdir(f"/proc/{worker.process.pid}/fd")
+
+
+async def test_a_worker_that_cannot_start_does_not_say_that_it_serves(start, notices):
+    worker = await start(tokenizer="{")
+    assert await worker.ended() != 0
+    with pytest.raises(BlockingIOError):
+        os.read(notices[0], 10)
 
 
 async def test_the_first_sigterm_lets_open_requests_finish(engine, start):
@@ -210,7 +237,7 @@ async def test_a_worker_with_nothing_to_drain_does_not_speak_of_it(engine, start
 
 PARENT = """
 import json, os, subprocess, sys, time
-worker = subprocess.Popen([sys.executable, "-m", "penstock.server.worker"], stdin=subprocess.PIPE, pass_fds=[{fd}])
+worker = subprocess.Popen([sys.executable, "-m", "penstock.server.worker"], stdin=subprocess.PIPE, pass_fds={fds})
 setup = json.loads(sys.stdin.buffer.read())
 worker.stdin.write(json.dumps({{**setup, "parent_pid": os.getpid()}}).encode())
 worker.stdin.close()
@@ -219,11 +246,11 @@ time.sleep(600)
 """
 
 
-async def test_a_worker_ends_when_its_parent_is_gone(engine, tmp_path):
+async def test_a_worker_ends_when_its_parent_is_gone(engine, tmp_path, notices):
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        document = setup_for(tmp_path, listener)
-        command = [sys.executable, "-c", PARENT.format(fd=listener.fileno())]
-        parent = launch(command, document, listener)
+        document = setup_for(tmp_path, listener, notices[1])
+        command = [sys.executable, "-c", PARENT.format(fds=[listener.fileno(), notices[1]])]
+        parent = launch(command, document, listener, notices[1])
     try:
         pid = int(parent.process.stdout.readline())
         await parent.wait_ready()
