@@ -8,6 +8,7 @@ import math
 
 import msgspec
 
+MEDIAN, TAIL = 0.5, 0.9  # what is told of times
 # A value is known to within one part in a hundred.
 _WIDTH = math.log(1.01)
 _SMALLEST, _LARGEST = 1e-6, 1e6
@@ -36,10 +37,20 @@ class Histogram(msgspec.Struct, forbid_unknown_fields=True):
         raise ValueError(f"there are {passed} values, and none of rank {rank}")
 
     def quantile(self, part: float) -> float | None:
-        """Return a quantile as near as it is known; None of nothing."""
+        """Return a quantile as near as it is known; None of nothing.
+
+        Of few values too it is as often too high as too low, so that samples of different sizes can be compared.
+        """
         if not self.counts:
             return None
-        lower, upper = self.edges(max(1, math.ceil(part * self.num_values)))
+        num_values = self.num_values
+        place = min(max(part * (num_values + 1 / 3) + 1 / 3, 1.0), float(num_values))
+        below, above = math.floor(place), math.ceil(place)
+        weight = place - below
+        return math.pow(self._value(below), 1 - weight) * math.pow(self._value(above), weight)
+
+    def _value(self, rank: int) -> float:
+        lower, upper = self.edges(rank)
         return math.sqrt(lower * upper)
 
     def merge(self, other: "Histogram") -> None:
@@ -84,9 +95,12 @@ class Evidence(msgspec.Struct, forbid_unknown_fields=True):
 
     stable: Arm = msgspec.field(default_factory=Arm)
     candidate: Arm = msgspec.field(default_factory=Arm)
-    # Of requests that both answered: the candidate's time over the stable version's.
+    # The candidate's times over the stable version's, of answers of the same window of time: one value a window. The
+    # medians' ratios, and the 90th percentiles'.
     ttft_ratio: Histogram = msgspec.field(default_factory=Histogram)
+    ttft_tail_ratio: Histogram = msgspec.field(default_factory=Histogram)
     time_per_token_ratio: Histogram = msgspec.field(default_factory=Histogram)
+    time_per_token_tail_ratio: Histogram = msgspec.field(default_factory=Histogram)
     compared_answers: int = 0
     compared_tokens: int = 0  # up to and with the first that differed
     divergences: int = 0  # answers in which one did
@@ -110,7 +124,9 @@ class Evidence(msgspec.Struct, forbid_unknown_fields=True):
         self.stable.merge(other.stable)
         self.candidate.merge(other.candidate)
         self.ttft_ratio.merge(other.ttft_ratio)
+        self.ttft_tail_ratio.merge(other.ttft_tail_ratio)
         self.time_per_token_ratio.merge(other.time_per_token_ratio)
+        self.time_per_token_tail_ratio.merge(other.time_per_token_tail_ratio)
         self.compared_answers += other.compared_answers
         self.compared_tokens += other.compared_tokens
         self.divergences += other.divergences

@@ -12,10 +12,9 @@ import math
 import msgspec
 
 from penstock.fleet.rollout.bounds import chance_bounds, quantile_ranks
-from penstock.fleet.rollout.evidence import Arm, Evidence, Histogram
+from penstock.fleet.rollout.evidence import MEDIAN, TAIL, Arm, Evidence, Histogram
 from penstock.fleet.rollout.plan import GateSection
 
-MEDIAN, TAIL = 0.5, 0.9
 # A measure that fewer of the stable version's requests have is left out: callers who do not stream have no TTFT.
 _LEAST_PART = 0.1
 _NUM_PAIRED_MEASURES = 5
@@ -50,20 +49,8 @@ def level_of(look: int, gate: GateSection) -> float:
 def judge_pairs(evidence: Evidence, gate: GateSection, look: int) -> list[Finding]:
     """Judge what requests that both versions answered show."""
     level = level_of(look, gate) / (2 * _NUM_PAIRED_MEASURES)
-    num_pairs, stable, candidate = evidence.candidate.requests, evidence.stable, evidence.candidate
-    ratios = [
-        ("ttft p50", evidence.ttft_ratio, stable.ttft, candidate.ttft, gate.max_ttft_ratio),
-        (
-            "time per token p50", evidence.time_per_token_ratio, stable.time_per_token, candidate.time_per_token,
-            gate.max_time_per_token_ratio,
-        ),
-    ]  # fmt: skip
-    findings = []
-    for name, ratio, of_stable, of_candidate, limit in ratios:
-        lower, upper = _quantile_bounds(ratio, MEDIAN, level)
-        values = of_stable.quantile(MEDIAN), of_candidate.quantile(MEDIAN)
-        findings.append(_finding(name, values, (lower, upper), limit, ratio.num_values, num_pairs))
-    findings.append(_errors(stable, candidate, gate, level))
+    findings = _times(evidence, gate, level, has_tails=False)
+    findings.append(_errors(evidence.stable, evidence.candidate, gate, level))
     if gate.compares_outputs:
         findings.append(_outputs(evidence, gate, level))
         findings.append(_logprobs(evidence, gate, level))
@@ -73,22 +60,8 @@ def judge_pairs(evidence: Evidence, gate: GateSection, look: int) -> list[Findin
 def judge_split(evidence: Evidence, gate: GateSection, look: int) -> list[Finding]:
     """Judge what requests that went to one version or the other show."""
     level = level_of(look, gate) / (2 * _NUM_SPLIT_MEASURES)
-    stable, candidate = evidence.stable, evidence.candidate
-    findings = []
-    for name, of_stable, of_candidate, limit in (
-        ("ttft", stable.ttft, candidate.ttft, gate.max_ttft_ratio),
-        ("time per token", stable.time_per_token, candidate.time_per_token, gate.max_time_per_token_ratio),
-    ):
-        num_values = min(of_stable.num_values, of_candidate.num_values)
-        is_told = of_stable.num_values >= _LEAST_PART * stable.requests
-        for part in (MEDIAN, TAIL):
-            lower_stable, upper_stable = _quantile_bounds(of_stable, part, level)
-            lower_candidate, upper_candidate = _quantile_bounds(of_candidate, part, level)
-            bounds = _divide(lower_candidate, upper_stable), _divide(upper_candidate, lower_stable)
-            values = of_stable.quantile(part), of_candidate.quantile(part)
-            finding = _finding(f"{name} p{part * 100:g}", values, bounds, limit, num_values, 0)
-            findings.append(finding if is_told else msgspec.structs.replace(finding, verdict=Verdict.LEFT_OUT))
-    findings.append(_errors(stable, candidate, gate, level))
+    findings = _times(evidence, gate, level, has_tails=True)
+    findings.append(_errors(evidence.stable, evidence.candidate, gate, level))
     return findings
 
 
@@ -98,6 +71,26 @@ def sum_up(findings: list[Finding]) -> Verdict:
     if Verdict.BAD in verdicts:
         return Verdict.BAD
     return Verdict.GOOD if verdicts == {Verdict.GOOD} else Verdict.OPEN
+
+
+def _times(evidence: Evidence, gate: GateSection, level: float, *, has_tails: bool) -> list[Finding]:
+    """Judge how much slower the candidate is in the window in the middle, half of them being worse."""
+    stable, candidate = evidence.stable, evidence.candidate
+    tokens = stable.time_per_token, candidate.time_per_token, gate.max_time_per_token_ratio
+    measures = [
+        ("ttft", MEDIAN, evidence.ttft_ratio, stable.ttft, candidate.ttft, gate.max_ttft_ratio),
+        ("ttft", TAIL, evidence.ttft_tail_ratio, stable.ttft, candidate.ttft, gate.max_ttft_ratio),
+        ("time per token", MEDIAN, evidence.time_per_token_ratio, *tokens),
+        ("time per token", TAIL, evidence.time_per_token_tail_ratio, *tokens),
+    ]
+    findings = []
+    for name, part, ratios, of_stable, of_candidate, limit in measures if has_tails else measures[::2]:
+        values = of_stable.quantile(part), of_candidate.quantile(part)
+        bounds = _quantile_bounds(ratios, MEDIAN, level)
+        finding = _finding(f"{name} p{part * 100:g}", values, bounds, limit, ratios.num_values, 0)
+        is_told = of_stable.num_values >= _LEAST_PART * stable.requests
+        findings.append(finding if is_told else msgspec.structs.replace(finding, verdict=Verdict.LEFT_OUT))
+    return findings
 
 
 def _errors(stable: Arm, candidate: Arm, gate: GateSection, level: float) -> Finding:
@@ -146,10 +139,6 @@ def _quantile_bounds(histogram: Histogram, part: float, level: float) -> tuple[f
     below, above = quantile_ranks(histogram.num_values, part, level)
     lower = 0.0 if below is None else histogram.edges(below)[0]
     return lower, math.inf if above is None else histogram.edges(above)[1]
-
-
-def _divide(value: float, by: float) -> float:
-    return 0.0 if by == math.inf else math.inf if by == 0 else value / by
 
 
 def _part(count: int, whole: int) -> float | None:

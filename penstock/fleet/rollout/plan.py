@@ -28,6 +28,7 @@ class GateSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_divergence: float = 0.02  # part of the tokens that differ though all before them were equal
     max_logprob_distance: float = 0.1  # nats between the versions' scores of a token, where answers tell them
     asks_logprobs: bool = False  # has both versions answer more copies that do, where callers do not ask
+    window_seconds: float = 5.0  # answers that ended within so long are compared, and tell one ratio of times
     error_level: float = 0.05  # the chance, in each step, of a wrong promotion and of a wrong rollback
     first_look: int = 16  # requests to each version before the first judgement; then twice as many, and so on
     min_step_seconds: float = 60.0
@@ -77,6 +78,8 @@ def _check_gate(where: str, gate: GateSection) -> None:
         raise ConfigError(f"{where}.max_logprob_distance", gate.max_logprob_distance, "give a number over 0, in nats")
     if gate.asks_logprobs and not gate.compares_outputs:
         raise ConfigError(f"{where}.asks_logprobs", True, "it needs compares_outputs = true, or they are for nothing")
+    if not 0 < gate.window_seconds < math.inf:
+        raise ConfigError(f"{where}.window_seconds", gate.window_seconds, "give seconds, over 0")
     if gate.first_look < 1:
         raise ConfigError(f"{where}.first_look", gate.first_look, "give at least 1")
     if not 0 <= gate.min_step_seconds <= gate.max_step_seconds < math.inf:

@@ -1,13 +1,15 @@
 """Has a version answer copies of requests: nobody waits for them, nobody pays for them, nobody sees their answers.
 
-A copy is sent when the caller's own answer has ended, with the gateway's key instead of the caller's, and marked, so
-that no tenant is charged. At most so many are under way, and so many bytes; beyond that copies are not made. Failures
+A copy is sent some time within a window after the caller's own answer has ended, so that copies do not come in the
+wake of a burst, all at once; with the gateway's key instead of the caller's, and marked, so that no tenant is charged.
+At most so many are under way, and so many bytes; beyond that copies are not made. Failures
 and copies that tell nothing are told to whoever compares, and not held against the replica. Knows nothing of what is
 compared.
 """
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +27,7 @@ from penstock.telemetry import log_event
 from penstock.tenants import SHADOW_HEADER
 
 _MAX_BYTES = 32 * 1024 * 1024  # of the copies under way, together
+_HELD_BYTES = 4096  # for each of them, beside its body
 _LEAST_SECONDS = 30.0
 _MOST_RATIO = 10.0  # of the caller's own answer's time, before a copy is given up
 _SCORED_TOKENS = 64  # of an answer that is made for its log-probabilities
@@ -35,6 +38,14 @@ log = logging.getLogger("penstock.rollout")
 
 OnAnswer = Callable[[Trial], None]
 OnLoss = Callable[[Loss], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """Whom to tell how a copy ended."""
+
+    on_answer: OnAnswer
+    on_loss: OnLoss
 
 
 class _Sampling(msgspec.Struct):
@@ -50,6 +61,11 @@ class ShadowCopy:
     streams: bool
     seed: int  # with which a stream in frames was drawn
     seconds: float  # that the caller's own answer took
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes while it is held."""
+        return len(self.body) + _HELD_BYTES
 
     def is_repeatable(self, stable: Trial, shadow: Trial) -> bool:
         """Whether equal models give equal answers: they are greedy, or both drawn with one seed."""
@@ -80,7 +96,8 @@ class Shadows:
         self._count = count  # is told what became of each: answered, failed, refused or dropped
         self._num_bytes = 0
         self._closed: set[str] = set()  # URLs of replicas that did not take the gateway's key
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # those that wait to be sent included
+        self._num_sent = 0  # that have not been answered
 
     @property
     def num_under_way(self) -> int:
@@ -101,15 +118,13 @@ class Shadows:
         One of the two is called once, `on_loss` where nothing is learnt of the version. `has_scores` says that the
         copy asks for log-probabilities. Returns at once.
         """
-        replica = self._choose(rollout.model, version or rollout.candidate)
-        is_room = self.num_under_way < rollout.max_shadows and self._num_bytes + len(copy.body) <= _MAX_BYTES
-        if replica is None or not is_room:
+        if self._num_bytes + copy.num_bytes > _MAX_BYTES:
             self._count("dropped")
-            on_loss(Loss.NO_REPLICA if replica is None else Loss.CROWD)
+            on_loss(Loss.CROWD)
             return
-        self._num_bytes += len(copy.body)
-        trial = Trial(replica.version, has_scores=has_scores)
-        task = asyncio.create_task(self._run(copy, replica, trial, on_answer, on_loss))
+        self._num_bytes += copy.num_bytes
+        ends = _Ends(on_answer, on_loss)
+        task = asyncio.create_task(self._send(copy, rollout, version or rollout.candidate, has_scores, ends))
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._forget(done, copy))
 
@@ -129,11 +144,22 @@ class Shadows:
 
     def _forget(self, task: asyncio.Task[None], copy: ShadowCopy) -> None:
         self._tasks.discard(task)
-        self._num_bytes -= len(copy.body)
+        self._num_bytes -= copy.num_bytes
 
-    async def _run(
-        self, copy: ShadowCopy, replica: Replica, trial: Trial, on_answer: OnAnswer, on_loss: OnLoss
-    ) -> None:
+    async def _send(self, copy: ShadowCopy, rollout: Rollout, version: str, has_scores: bool, ends: "_Ends") -> None:
+        await asyncio.sleep(random.uniform(0.0, rollout.gate.window_seconds))
+        replica = self._choose(rollout.model, version)
+        if replica is None or self._num_sent >= rollout.max_shadows:
+            self._count("dropped")
+            ends.on_loss(Loss.NO_REPLICA if replica is None else Loss.CROWD)
+            return
+        self._num_sent += 1
+        try:
+            await self._run(copy, replica, Trial(replica.version, has_scores=has_scores), ends)
+        finally:
+            self._num_sent -= 1
+
+    async def _run(self, copy: ShadowCopy, replica: Replica, trial: Trial, ends: "_Ends") -> None:
         try:
             async with asyncio.timeout(max(_LEAST_SECONDS, _MOST_RATIO * copy.seconds)):
                 status = await self._answer(copy, replica, trial)
@@ -143,14 +169,14 @@ class Shadows:
         if status == 429 or status in _REFUSED_US:
             # It is full, or takes no copies from this gateway: nothing is learnt of its answers.
             self._count("refused")
-            on_loss(Loss.FULL if status == 429 else Loss.KEY)
+            ends.on_loss(Loss.FULL if status == 429 else Loss.KEY)
             if status in _REFUSED_US and replica.url not in self._closed:
                 self._closed.add(replica.url)
                 message = "a replica takes no copies: its key_file must hold a key with admin = true"
                 log_event(log, message, level=logging.WARNING, replica=replica.name)
             return
         self._count("failed" if trial.has_failed else "answered")
-        on_answer(trial)
+        ends.on_answer(trial)
 
     async def _answer(self, copy: ShadowCopy, replica: Replica, trial: Trial) -> int:
         headers = {"content-type": "application/json", SHADOW_HEADER: "1", **own_headers(replica)}

@@ -3,6 +3,8 @@
 Nothing here is waited for by a caller. Knows nothing of what follows from what it gathers.
 """
 
+from dataclasses import dataclass
+
 from penstock.fleet.replica import Replica
 from penstock.fleet.rollout.course import Rollout
 from penstock.fleet.rollout.evidence import Arm, Evidence, Loss
@@ -10,17 +12,27 @@ from penstock.fleet.rollout.scores import mean_distance
 from penstock.fleet.rollout.shadow import ShadowCopy, Shadows
 from penstock.fleet.rollout.split import VersionSplit, is_within
 from penstock.fleet.rollout.trial import Trial, compare_outputs
+from penstock.fleet.rollout.windows import Windows
 from penstock.fleet.router.query import RouteQuery
 
 # Requests that may be answered twice: nothing but their answer comes of them.
 _COMPARED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """What was seen in one step of one rollout."""
+
+    epoch: int
+    evidence: Evidence
+    windows: Windows
+
+
 class Trials:
     def __init__(self, split: VersionSplit, shadows: Shadows) -> None:
         self._split = split
         self._shadows = shadows
-        self._evidence: dict[str, tuple[int, Evidence]] = {}  # by model: the epoch it belongs to, and what was seen
+        self._gathered: dict[str, _Gathered] = {}  # by model
 
     def begin(self, query: RouteQuery, replica: Replica) -> Trial | None:
         """Return what to measure a request's answer with, or None where nothing is compared."""
@@ -38,9 +50,15 @@ class Trials:
         if rollout is None or not rollout.is_running or not trial.is_measured or copy.path not in _COMPARED_PATHS:
             return
         if not rollout.is_shadowing:
-            evidence = self.evidence_of(rollout)
-            _note(evidence.candidate if trial.version == rollout.candidate else evidence.stable, trial)
-        elif not trial.has_failed and _is_copied(query, rollout):
+            evidence, is_candidate = self.evidence_of(rollout), trial.version == rollout.candidate
+            _note(evidence.candidate if is_candidate else evidence.stable, trial)
+            self._gathered_of(rollout).windows.add(trial, is_candidate=is_candidate)
+        elif _is_copied(query, rollout) and trial.has_failed:
+            # There is nothing to compare a copy with; but what fails here may fail there for the same reason.
+            _note(self.evidence_of(rollout).stable, trial)
+        elif _is_copied(query, rollout):
+            # Now, and not with its copy, which comes later: perhaps to a busier machine.
+            self._gathered_of(rollout).windows.add(trial, is_candidate=False)
             self._shadows.send(
                 copy,
                 rollout,
@@ -53,11 +71,15 @@ class Trials:
 
     def evidence_of(self, rollout: Rollout) -> Evidence:
         """Return what this gateway has seen in the step that a rollout is in."""
-        epoch, evidence = self._evidence.get(rollout.model, (-1, Evidence()))
-        if epoch != rollout.epoch:
+        return self._gathered_of(rollout).evidence
+
+    def _gathered_of(self, rollout: Rollout) -> "_Gathered":
+        gathered = self._gathered.get(rollout.model)
+        if gathered is None or gathered.epoch != rollout.epoch:
             evidence = Evidence()
-            self._evidence[rollout.model] = rollout.epoch, evidence
-        return evidence
+            gathered = _Gathered(rollout.epoch, evidence, Windows(evidence, rollout.gate.window_seconds))
+            self._gathered[rollout.model] = gathered
+        return gathered
 
     def _score(self, copy: ShadowCopy, rollout: Rollout) -> None:
         """Have both versions answer a copy with log-probabilities, one after the other: only these are compared."""
@@ -98,14 +120,9 @@ class Trials:
         evidence = self.evidence_of(rollout)
         _note(evidence.stable, stable)
         _note(evidence.candidate, shadow)
+        self._gathered_of(rollout).windows.add(shadow, is_candidate=True)
         if shadow.has_failed:
             return
-        times = stable.ttft_seconds, shadow.ttft_seconds
-        if times[0] and times[1]:
-            evidence.ttft_ratio.add(times[1] / times[0])
-        times = stable.time_per_token_seconds(), shadow.time_per_token_seconds()
-        if times[0] and times[1]:
-            evidence.time_per_token_ratio.add(times[1] / times[0])
         compared = compare_outputs(stable, shadow) if copy.is_repeatable(stable, shadow) else None
         if compared is not None:
             num_tokens, differs = compared

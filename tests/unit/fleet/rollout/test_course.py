@@ -1,7 +1,5 @@
 """A rollout's course: step by step up to everything, or back to where it was."""
 
-import random
-
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -11,7 +9,7 @@ from penstock.errors import RequestError
 from penstock.fleet.rollout.course import Status, abort, go_on, start
 from penstock.fleet.rollout.evidence import Evidence
 from penstock.fleet.rollout.plan import GateSection, RolloutSection
-from tests.unit.fleet.rollout.simulated_traffic import add_pairs, add_split
+from tests.unit.fleet.rollout.simulated_traffic import Traffic
 
 SECTION = RolloutSection(gate=GateSection(min_step_seconds=60, max_step_seconds=3600))
 
@@ -22,18 +20,19 @@ def begun(section=SECTION, before=None):
 
 def run(rollout, candidate, *, seed=0, batch=50, seconds=20.0, most=400):
     """Send traffic to a candidate of this nature until its rollout has ended; return every state."""
-    draw, now, evidence = random.Random(seed), rollout.began_at, Evidence()
+    now, traffic = rollout.began_at, Traffic(seed)
     states = [rollout]
     for _ in range(most):
         now += seconds
         if rollout.is_shadowing:
-            add_pairs(evidence, draw, batch, **candidate)
+            evidence = traffic.pairs(batch, **candidate)
         else:
             split = {name: value for name, value in candidate.items() if name != "divergence"}
-            add_split(evidence, draw, batch * 10, percent=rollout.candidate_percent, **split)
+            evidence = traffic.split(batch * 10, percent=rollout.candidate_percent, **split)
         following = go_on(rollout, evidence, now)
         if following.epoch != rollout.epoch:
-            evidence = Evidence()
+            seed += 1
+            traffic = Traffic(seed)
         rollout = following
         states.append(rollout)
         if not rollout.is_running:
@@ -71,26 +70,24 @@ def test_what_only_load_shows_is_rolled_back_at_a_small_share():
 
 
 def test_a_step_lasts_as_long_as_it_must_even_when_all_is_clear():
-    evidence = Evidence()
-    add_pairs(evidence, random.Random(0), 2000)
+    evidence = Traffic().pairs(2000)
     early = go_on(begun(), evidence, 30.0)
     assert early.is_shadowing and early.has_passed
     assert go_on(early, evidence, 60.0).step == 5.0
 
 
 def test_with_the_limits_that_stand_by_default_a_step_without_errors_needs_512_requests_to_the_candidate():
-    evidence, rollout, draw = Evidence(), begun(), random.Random(0)
+    traffic, rollout = Traffic(), begun()
     needed = []
     while not rollout.has_passed:
-        add_pairs(evidence, draw, rollout.next_look - evidence.candidate.requests)
+        evidence = traffic.pairs(rollout.next_look - traffic.evidence.candidate.requests)
         needed.append(evidence.candidate.requests)
         rollout = go_on(rollout, evidence, 1.0)
     assert needed == [16, 32, 64, 128, 256, 512]
 
 
 def test_bad_news_do_not_wait():
-    evidence = Evidence()
-    add_pairs(evidence, random.Random(0), 30, slowness=3.0)
+    evidence = Traffic().pairs(30, error_rate=1.0)
     assert go_on(begun(), evidence, 1.0).status is Status.ROLLED_BACK
 
 

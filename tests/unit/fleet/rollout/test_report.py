@@ -1,17 +1,14 @@
 """The page that a rollout leaves for people."""
 
-import random
-
 from penstock.fleet.rollout.course import go_on, start
 from penstock.fleet.rollout.evidence import Evidence, Loss, merged
 from penstock.fleet.rollout.plan import RolloutSection
 from penstock.fleet.rollout.report import write_report
-from tests.unit.fleet.rollout.simulated_traffic import add_pairs
+from tests.unit.fleet.rollout.simulated_traffic import Traffic
 
 
 def test_it_says_what_was_decided_on_what_grounds():
-    evidence = Evidence()
-    add_pairs(evidence, random.Random(0), 64, slowness=2.0)
+    evidence = Traffic().pairs(256, slowness=2.0)
     rollout = go_on(start("tiny", "b", RolloutSection(), None, now=0.0), evidence, 90.0)
     page = write_report(rollout)
     assert "**rolled back**: ttft p50: at least" in page
@@ -20,8 +17,7 @@ def test_it_says_what_was_decided_on_what_grounds():
 
 
 def test_it_shows_a_step_that_is_under_way():
-    evidence = Evidence()
-    add_pairs(evidence, random.Random(0), 3)
+    evidence = Traffic().pairs(3)
     page = write_report(start("tiny", "b", RolloutSection(), None, now=0.0), evidence)
     assert "## shadow: under way" in page
     assert "3 requests to stable, 3 to b, 3 answers compared; looked at 0 times, next with 16 requests" in page

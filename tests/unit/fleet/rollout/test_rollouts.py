@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import re
 
 import msgspec
@@ -23,8 +24,9 @@ from tests.unit.fleet.conftest import QUICK, running_gateway
 
 # Times of scripted servers are noise; everything else is judged.
 GATE = GateSection(
-    max_ttft_ratio=1e5, max_time_per_token_ratio=1e5, max_error_increase=0.5, max_divergence=0.25, min_step_seconds=0.0
-)
+    max_ttft_ratio=1e5, max_time_per_token_ratio=1e5, max_error_increase=0.5, max_divergence=0.25, min_step_seconds=0.0,
+    window_seconds=1e-4,
+)  # fmt: skip
 SECTION = RolloutSection(steps=("shadow", 50.0, 100.0), shadow_percent=100.0, max_shadows=64, gate=GATE)
 
 
@@ -343,6 +345,28 @@ async def test_scores_of_the_same_tokens_tell_a_perturbed_model_from_a_corrupted
         assert finding.candidate == pytest.approx(abs(logprob + 1.0), rel=0.02)
 
 
+def fails_every_other_time():
+    """Answer well and badly in turns."""
+    turns = itertools.cycle((fail, says(1, 2, 3, 4, 5)))
+
+    async def answer(replica, request, body):
+        return await next(turns)(replica, request, body)
+
+    return answer
+
+
+async def test_what_fails_of_both_versions_counts_against_neither():
+    async with two_versions(fails_every_other_time(), fails_every_other_time()) as (running, _, _):
+        await running.gateway.rollouts.controller.start("tiny", "b")
+        for number in range(8):
+            await running.ask(user=f"user {number}")
+        await settled(running)
+        rollouts = running.gateway.rollouts
+        evidence = rollouts.trials.evidence_of(rollouts.split.rollout_of("tiny"))
+        assert (evidence.stable.requests, evidence.stable.errors) == (16, 8)  # each was tried again
+        assert (evidence.candidate.requests, evidence.candidate.errors) == (8, 4)
+
+
 @pytest.mark.parametrize("streams", [True, False])
 async def test_scores_are_asked_of_both_versions_where_callers_do_not_and_the_operator_wants_them(streams):
     gate = msgspec.structs.replace(GATE, asks_logprobs=True)
@@ -357,7 +381,8 @@ async def test_scores_are_asked_of_both_versions_where_callers_do_not_and_the_op
         assert (evidence.candidate.requests, evidence.logprob_distance.num_values) == (4, 4)
         assert evidence.logprob_distance.quantile(0.5) == pytest.approx(0.5, rel=0.02)
         asked = [body for body in one.received if "logprobs" in body]
-        assert asked == [body for body in other.received if "logprobs" in body]
+        also_asked = [body for body in other.received if "logprobs" in body]
+        assert sorted(asked, key=str) == sorted(also_asked, key=str)
         assert {(body["max_tokens"], body["temperature"], body["stream"]) for body in asked} == {(64, 0, False)}
         assert sum(SHADOW_HEADER.lower() in headers for headers in one.headers) == 4  # nobody is charged for them
 
