@@ -53,6 +53,8 @@ def live(tmp_path_factory) -> Live:
     with simulated_replicas(model, 2, *options) as servers:
         fleet = folder / "fleet.toml"
         entries = [f'[[replicas]]\nurl = "{server.url}"\nkey_file = "{key_file}"\n' for server in servers]
+        # An autoscaler that never changes anything: its metrics are named too.
+        entries.append(f'[autoscaler.{MODEL}]\nmin_replicas = 2\nmax_replicas = 2\nbackend = {{ kind = "external" }}\n')
         fleet.write_text("\n".join(entries))
         with GatewayProcess("--fleet", str(fleet), "--keys", str(write_keys(folder / "gateway.toml"))) as gateway:
             gateway.wait_ready()

@@ -371,6 +371,7 @@ def _gateways() -> list[_Graph]:
     first = "penstock_gateway_time_to_first_byte_seconds_bucket"
     first_byte = f"histogram_quantile(0.95, sum by (le, model) ({_rate(first, _GATEWAYS)}))"
     requests, asked = "penstock_gateway_requests_total", f'{_GATEWAYS}, model!=""'
+    autoscaler = "penstock_gateway_autoscaler_failures_total"
     return [
         _Graph("Requests by model", "Answered, each second", "reqps", _by("model", requests, asked)),
         _Graph("Answers by status", "499: the caller left", "reqps", _by("status", requests, _GATEWAYS)),
@@ -404,5 +405,9 @@ def _gateways() -> list[_Graph]:
         _Graph(
             "Store", "Transactions that it did not take from a gateway", "short",
             (("{{instance}}", f"increase(penstock_gateway_store_failures_total{{{_GATEWAYS}}}[$__rate_interval])"),),
+        ),
+        _Graph(
+            "Autoscaler", "What went wrong", "short",
+            (("{{model}}: {{reason}}", f"increase({autoscaler}{{{_GATEWAYS}}}[$__rate_interval])"),),
         ),
     ]  # fmt: skip

@@ -123,6 +123,13 @@ _GATEWAY_ALERTS = (
         "Their replica died and no other could go on with them.",
     ),
     _Alert(
+        # Once is no trouble: a replica may end, or an API be away for a moment.
+        "PenstockAutoscalerFails", "warning", "",
+        "increase(penstock_gateway_autoscaler_failures_total{GATEWAY}[10m]) >= 3",
+        "The autoscaler fails again and again",
+        "{{ $labels.model }}: {{ $labels.reason }}. The log of {{ $labels.instance }} and /admin/autoscaler say why.",
+    ),
+    _Alert(
         "PenstockGatewayQueueLong", "warning", "10m", "sum(penstock_gateway_waiting_requests{GATEWAY}) > 0",
         "Requests have waited in the gateway for ten minutes on end",
         "Every replica is full, or none comes: more are needed.",

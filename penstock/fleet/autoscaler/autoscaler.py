@@ -6,13 +6,13 @@ model that the backend does not own, such as a candidate's, are neither counted 
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from penstock.errors import RemoteError
-from penstock.fleet.autoscaler.backends.interface import ScaleBackend, Trouble
+from penstock.fleet.autoscaler.backends.interface import Failure, ScaleBackend, Trouble
 from penstock.fleet.autoscaler.controller import Controller, ScaleDecision
 from penstock.fleet.autoscaler.policies.registry import SCALE_POLICIES
 from penstock.fleet.autoscaler.signals import FleetSignals, ReplicaView, SignalTracker
@@ -23,6 +23,8 @@ from penstock.telemetry import log_event
 
 _MAX_KEPT = 100
 _POLL_SECONDS = 0.05
+# What reckoning with figures that make no sense raises: replicas tell what they like.
+_POLICY_ERRORS = (ArithmeticError, LookupError, TypeError, ValueError)
 
 log = logging.getLogger("penstock.autoscaler")
 
@@ -34,6 +36,10 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     before: int
     after: int
     reason: str
+
+
+class _PolicyFailed(Exception):
+    """A policy made nothing of what it was told."""
 
 
 class Autoscaler:
@@ -65,6 +71,13 @@ class Autoscaler:
         self._tracker = SignalTracker(section.requests_per_replica)
         self._starts = StartTimes(section.start_seconds)
         self._marked: list[Replica] = []
+        self._failed_looks: Counter[Failure] = Counter()
+
+    @property
+    def num_failures(self) -> Mapping[Failure, int]:
+        """How often what went wrong: the replicas that did not start, and of everything else the looks that met it."""
+        looks = {failure: self._failed_looks[failure] for failure in Failure}
+        return {**looks, Failure.START_FAILED: self._backend.num_failed_starts}
 
     async def run(self) -> None:
         """Look and act for ever."""
@@ -73,7 +86,7 @@ class Autoscaler:
             await self._pause()
 
     async def step(self) -> None:
-        """Look and act once. A backend that fails is asked again the next time."""
+        """Look and act once. What fails is tried again the next time."""
         replicas = [item for item in self._pool.serving(self.model) if self._backend.owns(item)]
         try:
             num_there = await self._backend.count()
@@ -82,10 +95,15 @@ class Autoscaler:
             await self._backend.scale_to(decision.total, self._leaving(replicas))
             trouble = self._backend.trouble
         except RemoteError as error:
-            trouble = Trouble("the autoscaler cannot have one started", str(error))
+            trouble = Trouble("the autoscaler cannot have one started", str(error), Failure.BACKEND_REFUSED)
+        except _PolicyFailed as error:
+            summary = "the autoscaler cannot tell how many there should be"
+            trouble = Trouble(summary, str(error), Failure.POLICY_ERROR)
         self._note(trouble)
 
     def _note(self, trouble: Trouble | None) -> None:
+        if trouble is not None:
+            self._failed_looks[trouble.failure] += 1
         if trouble is not None and self.failure is None:
             log_event(log, f"the fleet stays as it is: {trouble}", level=logging.ERROR, model=self.model)
         self.failure = str(trouble) if trouble is not None else None
@@ -111,7 +129,10 @@ class Autoscaler:
             num_coming=max(0, num_there - num_ready),
             start_seconds=self._starts.seconds,
         )
-        decision = self._controller.decide(self.signals)
+        try:
+            decision = self._controller.decide(self.signals)
+        except _POLICY_ERRORS as error:
+            raise _PolicyFailed(f"{self.section.policy} failed with {type(error).__name__}: {error}") from error
         before = self.decision.total if self.decision is not None else num_there
         if decision.total != before:
             change = Change(moment=now, before=before, after=decision.total, reason=decision.reason)

@@ -115,7 +115,7 @@ class _PlainRegistry(CollectorRegistry):
 
 
 class _AutoscalerGauges(Collector):
-    """What the autoscalers see and want at this moment."""
+    """What the autoscalers see and want at this moment, and what they met."""
 
     def __init__(self, autoscalers: Sequence[Autoscaler]) -> None:
         self._autoscalers = autoscalers
@@ -127,7 +127,11 @@ class _AutoscalerGauges(Collector):
         demand = GaugeMetricFamily("penstock_gateway_autoscaler_demand", text, labels=["model"])
         text = "Times that the autoscaler wanted more or fewer replicas"
         changes = CounterMetricFamily("penstock_gateway_autoscaler_changes", text, labels=["model", "direction"])
+        text = "Failures of the autoscaler: replicas that did not start, and looks that met something else"
+        failures = CounterMetricFamily("penstock_gateway_autoscaler_failures", text, labels=["model", "reason"])
         for item in self._autoscalers:
+            for reason, count in item.num_failures.items():
+                failures.add_metric([item.model, reason.value], count)
             changes.add_metric([item.model, "up"], item.num_rises)
             changes.add_metric([item.model, "down"], item.num_falls)
             if item.decision is not None and item.signals is not None:
@@ -136,7 +140,7 @@ class _AutoscalerGauges(Collector):
                 replicas.add_metric([item.model, "ready"], item.signals.num_ready)
                 replicas.add_metric([item.model, "coming"], item.signals.num_coming)
                 demand.add_metric([item.model], item.signals.demand)
-        yield from (replicas, demand, changes)
+        yield from (replicas, demand, changes, failures)
 
 
 class _Gauges(Collector):

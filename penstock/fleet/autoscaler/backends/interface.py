@@ -3,6 +3,7 @@
 Knows nothing of why. How replicas are found is discovery's business, unless the backend itself tells the pool.
 """
 
+import enum
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -29,12 +30,22 @@ class BackendContext:
     version: str = DEFAULT_VERSION  # of what the backend runs: the one that the fleet's file calls stable
 
 
+class Failure(enum.StrEnum):
+    """What went wrong, as metrics tell it."""
+
+    START_FAILED = "start_failed"  # a replica ended before it was ready, or soon after
+    USELESS_REPLICA = "useless_replica"  # one is ready, but cannot serve here
+    BACKEND_REFUSED = "backend_refused"  # it could not be asked, or did not do what it was asked for
+    POLICY_ERROR = "policy_error"
+
+
 @dataclass(frozen=True, slots=True)
 class Trouble:
     """Why replicas that were asked for do not come."""
 
     summary: str  # for callers who wait for one: tells nothing of this machine
     detail: str  # for operators
+    failure: Failure = Failure.START_FAILED
 
     def __str__(self) -> str:
         return f"{self.summary}: {self.detail}"
@@ -51,6 +62,7 @@ class ScaleBackend(ABC):
     Settings: ClassVar[type[msgspec.Struct]]
 
     trouble: Trouble | None = None  # what the last start that failed failed by, until one goes well
+    num_failed_starts: int = 0  # of replicas that ended before they were ready, or soon after
     version: str = DEFAULT_VERSION  # of its replicas
 
     @abstractmethod

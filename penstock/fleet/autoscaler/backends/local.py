@@ -2,9 +2,9 @@
 
 A replica joins the pool when it says that it is ready. One that is to go is sent nothing more, finishes what it has
 from this gateway, and then gets SIGTERM, at which it drains whatever others sent it. None outlives the gateway,
-whatever ends that (`penstock.leash`). Where one ends before it was ever ready, the next are started one at a time, each
-after a longer pause, until one is. Where one is ready but of no use here, no other is added. Knows nothing of how
-many there should be.
+whatever ends that (`penstock.leash`). Where one ends before it was ever ready, the next are started one at a time until
+one is; each after a longer pause, until one has been ready for a while. Where one is ready but of no use here, no other
+is added. Knows nothing of how many there should be.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 
 from penstock.errors import RemoteError
-from penstock.fleet.autoscaler.backends.interface import BackendContext, ScaleBackend, Trouble
+from penstock.fleet.autoscaler.backends.interface import BackendContext, Failure, ScaleBackend, Trouble
 from penstock.fleet.autoscaler.backends.last_words import LastWords
 from penstock.fleet.breaker import Standing
 from penstock.fleet.config import ReplicaEntry
@@ -32,6 +32,7 @@ _POLL_SECONDS = 0.05
 _READY_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _FIRST_PAUSE_SECONDS = 1.0  # after a start that failed; doubled with each that follows
 _MAX_PAUSE_SECONDS = 60.0
+_STABLE_SECONDS = 60.0  # that one must have been ready, or its end counts as a failed start
 _SHOWN_LINES = 5  # of what a process said last
 
 log = logging.getLogger("penstock.autoscaler")
@@ -50,6 +51,14 @@ class _Child:
     device: str | None
     last_words: LastWords
     replica: Replica | None = None  # None until it is ready
+    ready_at: float | None = None  # on the pool's clock
+
+    def was_stable(self, now: float) -> bool:
+        return self.ready_at is not None and now - self.ready_at >= _STABLE_SECONDS
+
+    def is_proof(self, failed_at: float, now: float) -> bool:
+        """Whether it shows that what failed then is over: it came later, and stayed."""
+        return self.ready_at is not None and self.ready_at > failed_at and self.was_stable(now)
 
 
 class LocalProcesses(ScaleBackend):
@@ -68,8 +77,9 @@ class LocalProcesses(ScaleBackend):
         self._draining: set[asyncio.Task[None]] = set()
         self._used_devices: set[str] = set()
         self._failed_start: Trouble | None = None  # the last, until one goes well
-        self._num_failures = 0  # starts in a row that failed; those of one look count once
-        self._start_after = 0.0  # on the pool's clock
+        self._num_pauses = 0  # since one was last ready for long enough; failures of one look are one
+        self._start_after = self._failed_at = 0.0  # on the pool's clock
+        self._is_doubtful = False  # since a start failed, none has become ready
 
     def owns(self, replica: Replica) -> bool:
         return any(child.replica is replica for child in self._children)
@@ -140,7 +150,8 @@ class LocalProcesses(ScaleBackend):
         if child in self._children:
             entry = ReplicaEntry(url=child.url, key_file=self._settings.key_file, version=self.version)
             child.replica = self._pool.add(self._source, entry)
-            self._num_failures, self._failed_start, self.trouble = 0, None, None
+            child.ready_at = self._pool.clock()
+            self._is_doubtful, self._failed_start, self.trouble = False, None, None
 
     async def _is_ready(self, child: _Child) -> bool:
         """Whether it is, or never will be."""
@@ -154,15 +165,17 @@ class LocalProcesses(ScaleBackend):
 
     def _may_start(self) -> bool:
         """Whether another may be started now: after a failure only when no other is on its way, and not at once."""
-        if self._useless() is not None:
+        if self._useless() is not None or self._pool.clock() < self._start_after:
             return False
-        if self._num_failures == 0:
-            return True
-        return self._pool.clock() >= self._start_after and all(child.replica for child in self._children)
+        return not self._is_doubtful or all(child.replica for child in self._children)
 
     async def _bury(self) -> None:
-        """Forget those that ended by themselves, and note what those said that were never ready."""
+        """Forget those that ended by themselves, and note what those said that were not ready, or not for long."""
+        now = self._pool.clock()
+        if any(child.is_proof(self._failed_at, now) for child in self._children):
+            self._num_pauses = 0
         ended = [child for child in self._children if child.process.returncode is not None]
+        failed = [child for child in ended if not child.was_stable(now)]
         for child in ended:
             self._children.remove(child)
             self._forget(child)
@@ -176,11 +189,13 @@ class LocalProcesses(ScaleBackend):
                 was_ready=child.replica is not None,
                 last_line=lines[-1] if lines else "",
             )
-            if child.replica is None:
-                summary = f"a server that was started ended with status {status} before it was ready"
+            if child in failed:
+                when = "before it was ready" if child.replica is None else "soon after it was ready"
+                summary = f"a server that was started ended with status {status} {when}"
                 self._failed_start = Trouble(summary, "\n".join(lines) or "it said nothing")
-        if any(child.replica is None for child in ended):
-            self._pause()
+        self.num_failed_starts += len(failed)
+        if failed:
+            self._pause(now)
         self.trouble = self._failed_start or self._useless()
 
     def _useless(self) -> Trouble | None:
@@ -191,17 +206,18 @@ class LocalProcesses(ScaleBackend):
             if replica.models:
                 names = ", ".join(model.name for model in replica.models)
                 advice = f"it serves {names}, not {self._model}: give --served-name {self._model} in `serve`"
-                return Trouble("a server that was started serves another model", advice)
+                return Trouble("a server that was started serves another model", advice, Failure.USELESS_REPLICA)
             if replica.breaker.standing is Standing.NOT_READY:
                 reason = f"autoscaler.{self._model}.backend: {replica.breaker.reason}"
-                return Trouble("a server that was started does not tell this gateway what it serves", reason)
+                summary = "a server that was started does not tell this gateway what it serves"
+                return Trouble(summary, reason, Failure.USELESS_REPLICA)
         return None
 
-    def _pause(self) -> None:
+    def _pause(self, now: float) -> None:
         """Start nothing for a while: longer, the more starts have failed in a row."""
-        seconds = min(_FIRST_PAUSE_SECONDS * 2**self._num_failures, _MAX_PAUSE_SECONDS)
-        self._num_failures = min(self._num_failures + 1, 32)
-        self._start_after = self._pool.clock() + seconds
+        seconds = min(_FIRST_PAUSE_SECONDS * 2**self._num_pauses, _MAX_PAUSE_SECONDS)
+        self._num_pauses = min(self._num_pauses + 1, 32)
+        self._failed_at, self._start_after, self._is_doubtful = now, now + seconds, True
         log_event(log, f"the next replica is started after a pause of {seconds:g} s", level=logging.WARNING)
 
     def _drain(self, child: _Child) -> None:

@@ -94,6 +94,9 @@ TROUBLE = {
     "PenstockGatewayStoreFails": {f"penstock_gateway_store_failures_total{{{GATEWAY}}}": "0+1x120"},
     "PenstockReplicaEjected": {f'penstock_gateway_replica_ejections{{{GATEWAY}, replica="r"}}': "0+1x120"},
     "PenstockStreamsLost": {f'penstock_gateway_resumptions_total{{{GATEWAY}, outcome="lost"}}': "0+1x120"},
+    "PenstockAutoscalerFails": {
+        f'penstock_gateway_autoscaler_failures_total{{{GATEWAY}, model="m", reason="start_failed"}}': "0+1x120"
+    },
     "PenstockGatewayQueueLong": {f"penstock_gateway_waiting_requests{{{GATEWAY}}}": "3+0x120"},
 }
 
@@ -110,6 +113,11 @@ def test_servers_that_are_gone_are_noticed(tmp_path):
 
 def test_replicas_that_are_back_and_have_had_no_request_yet_are_no_trouble(tmp_path):
     assert not fires(tmp_path, {**HEALTHY, **replicas(trial="2+0x120")}, "PenstockNoReplicaReady")
+
+
+def test_a_replica_that_once_did_not_start_is_no_trouble(tmp_path):
+    failures = f'penstock_gateway_autoscaler_failures_total{{{GATEWAY}, model="m", reason="start_failed"}}'
+    assert not fires(tmp_path, {**HEALTHY, failures: "0+0x95 1+0x25"}, "PenstockAutoscalerFails")
 
 
 SLEEPING = Watched("penstock", 0.99, 2.5, may_sleep=True)

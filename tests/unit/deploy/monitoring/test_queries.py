@@ -130,6 +130,7 @@ def test_what_an_operator_must_know_of_has_an_alert():
         "PenstockCacheCorrupted",
         "PenstockStoreFails",
         "PenstockGatewayStoreFails",
+        "PenstockAutoscalerFails",
     }
 
 

@@ -1,11 +1,13 @@
 """The autoscaler between pool and backend: who takes requests, who leaves first, and what is told."""
 
+import math
+
 import pytest
 
 from penstock.errors import RemoteError
 from penstock.fleet.adapters.interface import Load, ServedModel
 from penstock.fleet.autoscaler.autoscaler import Autoscaler
-from penstock.fleet.autoscaler.backends.interface import Trouble
+from penstock.fleet.autoscaler.backends.interface import Failure, Trouble
 from penstock.fleet.autoscaler.report import report
 from penstock.fleet.config import HealthSection, ReplicaEntry
 from penstock.fleet.replica import ReplicaPool
@@ -108,6 +110,32 @@ async def test_a_backend_that_fails_is_told_and_asked_again():
     await scene.autoscaler.step()
     assert report(scene.autoscaler, scene.clock()).failure.endswith(": it is gone")
     scene.backend.error = None
+    assert await scene.look(25) == (3, [])
+    assert report(scene.autoscaler, scene.clock()).failure is None
+
+
+async def test_every_kind_of_failure_is_counted_by_its_reason():
+    scene = Scene(1)
+    scene.backend.error = RemoteError("it is gone")
+    await scene.autoscaler.step()
+    await scene.autoscaler.step()
+    scene.backend.error = None
+    scene.backend.trouble = Trouble("it serves another model", "", Failure.USELESS_REPLICA)
+    await scene.look(1)
+    scene.backend.trouble = Trouble("it ended with status 2", "")
+    scene.backend.num_failed_starts = 3
+    await scene.look(1)
+    assert scene.autoscaler.num_failures == {
+        Failure.BACKEND_REFUSED: 2, Failure.USELESS_REPLICA: 1, Failure.START_FAILED: 3, Failure.POLICY_ERROR: 0,
+    }  # fmt: skip
+
+
+async def test_a_policy_that_fails_leaves_the_fleet_as_it_is_and_is_asked_again():
+    scene = Scene(1)
+    await scene.look(5)
+    assert await scene.look(math.inf) == (1, [])  # as before
+    assert "OverflowError" in report(scene.autoscaler, scene.clock()).failure
+    assert scene.autoscaler.num_failures[Failure.POLICY_ERROR] == 1
     assert await scene.look(25) == (3, [])
     assert report(scene.autoscaler, scene.clock()).failure is None
 

@@ -252,12 +252,20 @@ async def test_a_replica_with_requests_ends_only_after_them(processes, context):
     assert await asyncio.wait_for(child.process.wait(), 10) == -signal.SIGTERM
 
 
-async def test_a_process_that_died_is_replaced(processes, context):
-    backend = processes()
-    await scaled(backend, context, 1)
-    (child,) = backend._children
+async def kill(backend):
+    """Have the newest process die."""
+    child = backend._children[-1]
     child.process.kill()
     await child.process.wait()
+    return child
+
+
+async def test_a_process_that_died_after_a_good_while_is_replaced_at_once(processes, context):
+    clock = context.pool.clock = FakeClock()
+    backend = processes()
+    await scaled(backend, context, 1)
+    clock.now += 60.0
+    child = await kill(backend)
     await scaled(backend, context, 1)
     (after,) = context.pool
     assert after.url != child.url
@@ -301,6 +309,50 @@ async def test_what_cannot_start_is_tried_again_after_ever_longer_pauses(context
     await backend.close()
     # A failure is seen a second after its start, and then 1, 2, 4, … at most 60 seconds pass.
     assert [moment - begin for moment in moments] == [0, 2, 5, 10, 19, 36, 69, 130, 191]
+
+
+async def pauses_before(backend, clock, count, seconds):
+    """Whether what just died is replaced only after so many seconds."""
+    await backend.scale_to(count)
+    clock.now += seconds - 0.5
+    await backend.scale_to(count)
+    has_paused = await backend.count() < count
+    clock.now += 0.5
+    return has_paused
+
+
+async def test_what_is_ready_and_dies_soon_after_is_started_again_after_ever_longer_pauses(context, failing):
+    clock, _ = failing
+    clock.is_bad = False
+    backend = LocalProcesses(LocalSettings(serve=("tiny",)), context)
+    for pause in (1.0, 2.0, 4.0):
+        await scaled(backend, context, 1)
+        clock.now += 59.0
+        await kill(backend)
+        assert await pauses_before(backend, clock, 1, pause)
+    assert str(backend.trouble).startswith("a server that was started ended with status -9 soon after it was ready")
+    await scaled(backend, context, 1)
+    clock.now += 60.0
+    await kill(backend)
+    await scaled(backend, context, 1)  # at once: it had been well for a while
+    assert backend.num_failed_starts == 3
+    await kill(backend)
+    assert await pauses_before(backend, clock, 1, 1.0)
+    await scaled(backend, context, 1)
+    await backend.close()
+
+
+async def test_one_that_is_well_does_not_hide_that_another_dies_again_and_again(context, failing):
+    clock, _ = failing
+    clock.is_bad = False
+    backend = LocalProcesses(LocalSettings(serve=("tiny",)), context)
+    await scaled(backend, context, 1)
+    clock.now += 600.0
+    for pause in (1.0, 2.0, 4.0):
+        await scaled(backend, context, 2)
+        await kill(backend)
+        assert await pauses_before(backend, clock, 2, pause)
+    await backend.close()
 
 
 async def test_what_a_process_said_before_it_ended_is_told(context, failing, capsys):

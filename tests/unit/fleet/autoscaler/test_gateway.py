@@ -41,6 +41,8 @@ async def test_what_replicas_tell_becomes_a_number_that_others_may_read():
         assert (told.desired, told.reason) == (4, "7 requests at 2 for each replica")
         text = await (await running.client.get(f"{running.url}/metrics")).text()
         assert 'penstock_gateway_autoscaler_replicas{model="tiny",state="desired"} 4.0' in text
+        for reason in ("start_failed", "useless_replica", "backend_refused", "policy_error"):
+            assert f'penstock_gateway_autoscaler_failures_total{{model="tiny",reason="{reason}"}} 0.0' in text
 
 
 ADMIN = KeyRing((ApiKey("boss", hashlib.sha256(b"boss").hexdigest(), KeyTerms(admin=True)),), needs_keys=True)
