@@ -11,6 +11,8 @@ from penstock.fleet.rollout.plan import DEFAULT_VERSION, RolloutSection
 
 # A day at most, so that no number is one that clocks cannot add.
 Seconds = Annotated[float, msgspec.Meta(gt=0.0, le=86400.0)]
+# Where the file does not say it; a deployment that may be at zero needs more, unless the file does.
+DEFAULT_HOLD_SECONDS = 10.0
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -80,7 +82,12 @@ class QueueSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     max_waiting_per_tenant: Count = 128
     max_wait_seconds: Seconds = 30.0  # for a place on a full replica, then 429
-    hold_seconds: Seconds = 10.0  # for a first replica to appear, then 503
+    hold_seconds: Seconds | None = None  # for a first replica to appear, then 503; None: DEFAULT_HOLD_SECONDS
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long a request is held while there is no replica."""
+        return DEFAULT_HOLD_SECONDS if self.hold_seconds is None else self.hold_seconds
 
 
 class ModelSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -17,7 +17,7 @@ from penstock.deploy.kubernetes.locality import is_path, refuse_local_fleet, ref
 from penstock.deploy.kubernetes.settings import Settings, read_settings
 from penstock.deploy.toml_text import toml_text
 from penstock.errors import ConfigError
-from penstock.fleet.config import FleetConfig, KubernetesSection, QueueSection
+from penstock.fleet.config import FleetConfig, KubernetesSection
 from penstock.fleet.fleet_file import read_fleet
 from penstock.server.config import resolve
 
@@ -67,7 +67,7 @@ class Plan:
         """The fleet file for a cluster: it finds the servers, and holds requests for as long as one takes to come."""
         section = KubernetesSection(service=self.settings.name, port="http", key_file=METRICS_KEY_FILE)
         fleet = with_servers(self.fleet, kubernetes=(section,))
-        if not self.may_sleep or fleet.queue.hold_seconds != QueueSection().hold_seconds:
+        if not self.may_sleep or fleet.queue.hold_seconds is not None:
             return fleet
         seconds = float(min(self.settings.startup_seconds + _WAKING_SECONDS, _MAX_HOLD_SECONDS))
         return msgspec.structs.replace(fleet, queue=msgspec.structs.replace(fleet.queue, hold_seconds=seconds))

@@ -140,7 +140,7 @@ class Dispatcher:
         is_there = self._is_there(wish)
         if not is_there:
             self._check_may_come(wish)
-        seconds = queue.max_wait_seconds if is_there else queue.hold_seconds
+        seconds = queue.max_wait_seconds if is_there else queue.patience_seconds
         latest = wish.urgency.latest
         if latest is not None:
             seconds = min(seconds, latest - self._pool.clock())

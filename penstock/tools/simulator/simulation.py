@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.engine.messages import Submit, TokenEvent
 from penstock.errors import EngineUnavailable, Overloaded
-from penstock.fleet.config import QueueSection
+from penstock.fleet.config import DEFAULT_HOLD_SECONDS
 from penstock.fleet.router.query import RequestHead, RouteQuery
 from penstock.protocol.prompt_note import PromptNote
 from penstock.request import SamplingParams
@@ -77,7 +77,7 @@ class Simulation:
         *,
         ignore_eos: bool = True,
         ticks: Ticks | None = None,
-        hold_seconds: float = QueueSection().hold_seconds,
+        hold_seconds: float = DEFAULT_HOLD_SECONDS,
     ) -> None:
         """`hold_seconds`: how long a request waits for a first replica to be ready."""
         self._server = server

@@ -113,7 +113,8 @@ def test_the_file_in_the_document_is_right_and_says_the_defaults(tmp_path):
     file = tmp_path / "fleet.toml"
     file.write_text(block.text)
     fleet = read_fleet(file)
-    assert (fleet.policy, fleet.health, fleet.queue) == (FleetConfig().policy, HealthSection(), QueueSection())
+    assert (fleet.policy, fleet.health) == (FleetConfig().policy, HealthSection())
+    assert fleet.queue == QueueSection(hold_seconds=QueueSection().patience_seconds)
     assert fleet.discovery.lease_seconds == DiscoverySection().lease_seconds
     assert (fleet.rollouts["smollm2-135m"], fleet.replicas[0].version) == (RolloutSection(), DEFAULT_VERSION)
     autoscaler = fleet.autoscaler["smollm2-135m"]

@@ -223,6 +223,7 @@ def test_a_model_may_be_in_the_claim_or_in_the_image(tmp_path):
         ("replicas = 0", "", 1020.0),  # what a server may take to start, and two minutes for its pod
         ("replicas = 0\nstartup_seconds = 86400", "", 86400.0),
         ("replicas = 0", "[queue]\nhold_seconds = 30.0", 30.0),
+        ("replicas = 0", "[queue]\nhold_seconds = 10.0", 10.0),  # on purpose, though it is the default elsewhere
         (
             "gateway_scales = true\ngateways = 1",
             BACKEND + '{ kind = "kubernetes", deployment = "penstock" }\nmin_replicas = 0',
@@ -232,7 +233,7 @@ def test_a_model_may_be_in_the_claim_or_in_the_image(tmp_path):
 )
 def test_requests_to_a_fleet_at_zero_are_held_until_a_server_can_be_there(tmp_path, deploy, fleet, seconds):
     plan = planned(tmp_path, fleet, deploy=deploy)
-    assert read_fleet(written(tmp_path, plan.gateway_files, "fleet.toml")).queue.hold_seconds == seconds
+    assert read_fleet(written(tmp_path, plan.gateway_files, "fleet.toml")).queue.patience_seconds == seconds
 
 
 def test_an_unknown_setting_is_named(tmp_path):
