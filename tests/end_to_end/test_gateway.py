@@ -171,6 +171,24 @@ def test_a_killed_replica_is_ejected_and_comes_back(model):
                 until(lambda: len({replica_in(whole_answer(gateway.url)) for _ in range(2)}) == 2, 30, "its return")
 
 
+@pytest.mark.slow
+def test_a_stream_whose_only_replica_is_killed_goes_on_when_it_was_started_again(model):
+    body = streamed(temperature=0)
+    with start_replica(model, pace="3") as first, GatewayProcess("--replica", first.wait_ready().url) as gateway:
+        expected = httpx.post(f"{first.url}/v1/chat/completions", json=body, timeout=60).content
+        url, received = f"{gateway.wait_ready().url}/v1/chat/completions", b""
+        with httpx.stream("POST", url, json=body, timeout=60) as response:
+            pieces = response.iter_raw()
+            while received.count(b"data: ") < 10:
+                received += next(pieces)
+            kill_all(first)
+            with start_replica(model, "--port", first.url.rpartition(":")[2], pace="3"):
+                received += b"".join(pieces)
+    events = events_in(received)
+    assert text_of(events) == text_of(events_in(expected))
+    assert events[-1] == "[DONE]"
+
+
 def test_killing_one_gateway_loses_its_own_open_connections_and_nothing_else(fleet):
     arguments = [part for server in fleet for part in ("--replica", server.url)]
     body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "stream": True}

@@ -4,22 +4,20 @@ Tells a full fleet (429) from one that is not there (503). Knows nothing of HTTP
 """
 
 import asyncio
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from penstock.errors import EngineUnavailable, Overloaded, UnknownModel
-from penstock.fleet.breaker import Standing
 from penstock.fleet.config import FleetConfig
 from penstock.fleet.replica import Replica, ReplicaPool
 from penstock.fleet.rollout.split import VersionSplit
+from penstock.fleet.router.forecast import Forecast, PlaceKind, Want
 from penstock.fleet.router.policies.interface import Choice, Policy
 from penstock.fleet.router.policies.registry import POLICIES
 from penstock.fleet.router.query import RouteQuery
 from penstock.fleet.router.urgency import PLAIN, Urgency
 from penstock.fleet.router.waiting_room import RoomFull, WaitingRoom
 from penstock.protocol.prompt_note import PromptNote
-
-_SMOOTHING = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +36,17 @@ class Wish:
 class Placement:
     """A request's place on a replica. Release it once, when the request has ended there."""
 
-    def __init__(self, dispatcher: "Dispatcher", choice: Choice, lane: "_Lane", model: str) -> None:
+    def __init__(self, dispatcher: "Dispatcher", choice: Choice, lane: "_Lane") -> None:
         self.choice = choice
         self.replica: Replica = choice.replica
         self.policy = lane.policy_name
         self._began = choice.replica.clock()
         self._lane = lane
         self._dispatcher = dispatcher
-        self._model = model
+        self._kind = _kind_of(self.replica)
         self.is_answered = False  # by the replica, be it with a mistake of the caller's
         self._is_held = True
-        lane.held[self] = self._began
+        lane.forecast.note_begin(self._kind, self, self._began)
         self.replica.num_in_flight += 1
 
     def note_first_byte(self, note: PromptNote | None, *, is_first_token: bool) -> None:
@@ -59,12 +57,11 @@ class Placement:
     def release(self) -> None:
         if self._is_held:
             self._is_held = False
-            del self._lane.held[self]
-            if self.is_answered:
-                self._lane.note_end(self.replica.clock() - self._began)
-            self._lane.policy.on_end(self.choice)
+            lane, now = self._lane, self.replica.clock()
+            lane.forecast.note_end(self._kind, self, now, lane.room.wants, is_answered=self.is_answered)
+            lane.policy.on_end(self.choice)
             self.replica.num_in_flight -= 1
-            self._dispatcher.on_release(self._model)
+            self._dispatcher.call_waiting()
 
 
 class _Lane:
@@ -73,33 +70,8 @@ class _Lane:
     def __init__(self, policy: str, max_per_tenant: int) -> None:
         self.policy_name = policy
         self.policy: Policy = POLICIES.load(policy)()
-        self.room: WaitingRoom[Placement] = WaitingRoom(max_per_tenant)
-        self.held: dict[Placement, float] = {}  # places that requests have, and since when; the oldest first
-        self.seconds_per_release: float | None = None
-        self.seconds_per_request: float | None = None
-        self.released_at: float | None = None
-
-    def note_end(self, seconds: float) -> None:
-        """A request had its place for so long."""
-        self.seconds_per_request = _smoothed(self.seconds_per_request, seconds)
-
-    def expected_wait(self, want: Hashable) -> float:
-        """Return how long one more of this want must wait if places go on to come free as they did; 0: nobody knows."""
-        return (self.room.num_wanting(want) + 1) * (self.seconds_per_release or 0.0)
-
-    def forecast(self, now: float) -> float | None:
-        """Return in how many seconds one more would have its turn; None where nobody has a place that could come free.
-
-        Places come free as they did while others waited or, where nobody has waited yet, as fast as requests end.
-        Before the first has ended, the oldest is expected to take as long again as it has taken.
-        """
-        if self.seconds_per_release is not None:
-            return (len(self.room) + 1) * self.seconds_per_release
-        if not self.held:
-            return None
-        oldest = now - next(iter(self.held.values()))
-        seconds = self.seconds_per_request if self.seconds_per_request is not None else oldest
-        return (len(self.room) + 1) * seconds / len(self.held)
+        self.room: WaitingRoom[Placement, Want] = WaitingRoom(max_per_tenant)
+        self.forecast = Forecast()
 
 
 class Dispatcher:
@@ -137,7 +109,7 @@ class Dispatcher:
         if placement is not None:
             return placement
         model, queue = wish.query.model, self._config.queue
-        is_there = self._is_there(wish)
+        is_there = bool(self._able(wish))
         if not is_there:
             self._check_may_come(wish)
         seconds = queue.max_wait_seconds if is_there else queue.patience_seconds
@@ -145,10 +117,10 @@ class Dispatcher:
         if latest is not None:
             seconds = min(seconds, latest - self._pool.clock())
         # As it is now: should the versions' shares change meanwhile, some may wait a moment longer than they need.
-        want: Hashable = (self._split.versions_for(wish.query), wish.must_frame, wish.counted_here)
+        want = Want(self._split.versions_for(wish.query), wish.must_frame, wish.counted_here)
         # Only behind others, who keep the estimate fresh.
-        if is_there and lane.room.num_wanting(want) and lane.expected_wait(want) > seconds:
-            raise self._overloaded(lane, model, f"a place is expected only after more than {max(0.0, seconds):.3g} s")
+        if is_there and lane.room.wants[want] and self._observed_wait(lane, wish) > seconds:
+            raise self._overloaded(lane, wish, f"a place is expected only after more than {max(0.0, seconds):.3g} s")
         self._lanes.setdefault(model, lane)  # or nobody would call those who wait for a model that is not known yet
         try:
             return await lane.room.enter(
@@ -162,24 +134,15 @@ class Dispatcher:
             )
         except RoomFull:
             message = f"{queue.max_waiting_per_tenant} of your requests wait for a replica, which is the limit"
-            raise self._overloaded(lane, model, message) from None
+            raise self._overloaded(lane, wish, message) from None
         except TimeoutError:
-            if self._is_there(wish):
+            if self._able(wish):
                 message = f"every replica of the model stayed full for {max(0.0, seconds):.3g} s"
-                raise self._overloaded(lane, model, message) from None
+                raise self._overloaded(lane, wish, message) from None
             raise EngineUnavailable(self._lack(wish.query)) from None
         finally:
-            if not (len(lane.room) or lane.held or self._is_known(model)):
+            if not (len(lane.room) or lane.forecast.has_held or self._is_known(model)):
                 self._lanes.pop(model, None)
-
-    def on_release(self, model: str) -> None:
-        """A request has ended: learn how fast they do, and call the next."""
-        lane, now = self._lane(model), self._pool.clock()
-        if lane.released_at is not None:
-            lane.seconds_per_release = _smoothed(lane.seconds_per_release, now - lane.released_at)
-        # Only while somebody waits do places become free as fast as they can.
-        lane.released_at = now if len(lane.room) else None
-        self.call_waiting()
 
     def call_waiting(self) -> None:
         """Something about the replicas changed: look whether anybody who waits can be served."""
@@ -224,7 +187,7 @@ class Dispatcher:
         # Of the version that was wanted; of another only where that one has no place.
         candidates = [replica for replica in able if replica.version == able[0].version]
         choice = lane.policy.choose(wish.query, candidates)
-        return Placement(self, choice, lane, wish.query.model)
+        return Placement(self, choice, lane)
 
     def _eligible(self, query: RouteQuery) -> list[Replica]:
         """Return the replicas of the versions that may answer a request, those of the wanted one first."""
@@ -240,10 +203,6 @@ class Dispatcher:
             return f"no replica of this model is ready: {self._troubles[query.model]}; the gateway's log says why"
         return "no replica of this model is ready; try again in a few seconds"
 
-    def _is_there(self, wish: Wish) -> bool:
-        """Whether a replica is up that could take a request if it had a place."""
-        return any(replica.is_up and _can_go_on(replica, wish) for replica in self._eligible(wish.query))
-
     def _check_may_come(self, wish: Wish) -> None:
         """Raise where it makes no sense to wait for a replica, of which none is up."""
         model = wish.query.model
@@ -251,12 +210,9 @@ class Dispatcher:
             raise UnknownModel(model, sorted(self._pool.models()))
         if not wish.must_frame or model in self._config.autoscaler:
             return
-        # The caller of a stream sees silence: only a replica that has not just failed it is worth that.
-        if not any(
-            _can_go_on(replica, wish)
-            and not (replica.breaker.standing is Standing.EJECTED and replica.url in wish.avoid)
-            for replica in self._eligible(wish.query)
-        ):
+        # Whoever failed a stream may be back in a moment; but no server becomes one of another kind.
+        known = self._eligible(wish.query)
+        if known and not any(_can_go_on(replica, wish) for replica in known):
             raise EngineUnavailable("no replica that could go on with this stream is ready")
 
     def _may_come(self, model: str) -> bool:
@@ -265,18 +221,28 @@ class Dispatcher:
             return True
         return not any(replica.is_up for replica in self._pool)
 
-    def _overloaded(self, lane: _Lane, model: str, message: str) -> Overloaded:
+    def _overloaded(self, lane: _Lane, wish: Wish, message: str) -> Overloaded:
         """Return a refusal that says when to come again: when a replica said, or when those who wait will be served."""
-        told = [replica.seconds_until_free for replica in self._pool.serving(model) if replica.seconds_until_free > 0]
-        forecast = lane.forecast(self._pool.clock()) or 0.0
-        return Overloaded(message, retry_after_seconds=max(min(told, default=0.0), forecast))
+        waits = [replica.seconds_until_free for replica in self._able(wish)]
+        told = min((seconds for seconds in waits if seconds > 0), default=0.0)
+        forecast = lane.forecast.expected_wait(self._kinds(wish), lane.room.wants, self._pool.clock()) or 0.0
+        return Overloaded(message, retry_after_seconds=max(told, forecast))
+
+    def _observed_wait(self, lane: _Lane, wish: Wish) -> float:
+        """Return how long a request must wait if places go on to come free as they did; 0: nobody knows."""
+        return lane.forecast.observed_wait(self._kinds(wish), lane.room.wants, self._pool.clock()) or 0.0
+
+    def _able(self, wish: Wish) -> list[Replica]:
+        """Return the replicas that are up and could take a request if they had a place."""
+        return [item for item in self._eligible(wish.query) if item.is_up and _can_go_on(item, wish)]
+
+    def _kinds(self, wish: Wish) -> set[PlaceKind]:
+        return {_kind_of(replica) for replica in self._able(wish)}
 
 
-def _smoothed(known: float | None, value: float) -> float:
-    return value if known is None else known + _SMOOTHING * (value - known)
+def _kind_of(replica: Replica) -> PlaceKind:
+    return PlaceKind(replica.version, replica.adapter.can_frame, replica.is_counted_here)
 
 
 def _can_go_on(replica: Replica, wish: Wish) -> bool:
-    if not wish.must_frame:
-        return True
-    return replica.adapter.can_frame and replica.is_counted_here == wish.counted_here
+    return not wish.must_frame or _kind_of(replica).can_go_on(counted_here=wish.counted_here)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+W = TypeVar("W", bound=Hashable)
 
 
 class RoomFull(Exception):
@@ -20,29 +21,30 @@ class RoomFull(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class _Ticket(Generic[T]):
+class _Ticket(Generic[T, W]):
     place: Callable[[], T | None]
     given: "asyncio.Future[T]"
     latest: float  # when it is worth nothing any more
-    want: Hashable
+    want: W
 
     def urgency(self) -> float:
         return self.latest
 
 
-class WaitingRoom(Generic[T]):
+class WaitingRoom(Generic[T, W]):
     def __init__(self, max_per_tenant: int) -> None:
         self._max_per_tenant = max_per_tenant
         # By priority, the highest served first; tenants of one priority in the order of their turns.
-        self._queues: dict[int, dict[str, list[_Ticket[T]]]] = {}
-        self._wants: Counter[Hashable] = Counter()  # of those who wait
+        self._queues: dict[int, dict[str, list[_Ticket[T, W]]]] = {}
+        self._wants: Counter[W] = Counter()  # of those who wait
 
     def __len__(self) -> int:
         return self._wants.total()
 
-    def num_wanting(self, want: Hashable) -> int:
-        """Return how many wait for the same."""
-        return self._wants[want]
+    @property
+    def wants(self) -> Counter[W]:
+        """What those who wait want, and how many of them each."""
+        return self._wants
 
     async def enter(
         self,
@@ -53,7 +55,7 @@ class WaitingRoom(Generic[T]):
         give_back: Callable[[T], None],
         *,
         latest: float | None = None,
-        want: Hashable = None,
+        want: W,
     ) -> T:
         """Return what `place` gives as soon as it gives something and it is this request's turn.
 
@@ -81,14 +83,14 @@ class WaitingRoom(Generic[T]):
 
     def call_next(self) -> bool:
         """Give out what there is; return whether anybody got something. Call it whenever something may be free."""
-        refused: set[Hashable] = set()
+        refused: set[W] = set()
         has_served = False
         for priority in sorted(self._queues, reverse=True):
             while self._serve_one(priority, refused):
                 has_served = True
         return has_served
 
-    def _serve_one(self, priority: int, refused: set[Hashable]) -> bool:
+    def _serve_one(self, priority: int, refused: set[W]) -> bool:
         """Serve the first of a priority who can be; add to `refused` what there is nothing for."""
         for tenant, queue in self._queues.get(priority, {}).items():
             for ticket in queue:
@@ -108,7 +110,7 @@ class WaitingRoom(Generic[T]):
                 return True
         return False
 
-    def _remove(self, priority: int, tenant: str, ticket: _Ticket[T]) -> None:
+    def _remove(self, priority: int, tenant: str, ticket: _Ticket[T, W]) -> None:
         """Let go of a ticket, if that was not done."""
         queue = self._queues.get(priority, {}).get(tenant, [])
         if ticket not in queue:

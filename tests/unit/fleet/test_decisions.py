@@ -117,8 +117,8 @@ async def say_a_word_and_die(replica, request, body):
 @pytest.fixture
 async def mixed():
     """A Penstock replica that dies of its first request, beside a foreign one of the same model that is busier."""
-    # Long enough that a test which waited for any of it would not end.
-    queue = msgspec.structs.replace(QUICK.queue, max_wait_seconds=60.0, hold_seconds=60.0)
+    # For a place a test that waited would not end; for the replica that died streams are held, and it never comes back.
+    queue = msgspec.structs.replace(QUICK.queue, max_wait_seconds=60.0, hold_seconds=0.2)
     async with (
         FakeReplica(answer=say_a_word_and_die).running() as dying,
         FakeReplica(metrics="vllm:num_requests_running 5\n").running() as foreign,

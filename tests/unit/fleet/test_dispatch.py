@@ -1,6 +1,7 @@
 """Who gets which replica, and who waits, where requests want different ones."""
 
 import asyncio
+import dataclasses
 
 import msgspec
 import pytest
@@ -25,7 +26,7 @@ class Fleet:
     def __init__(self, **config):
         self.clock = FakeClock()
         self.pool = ReplicaPool(QUICK.health, self.clock)
-        self.dispatcher = Dispatcher(FleetConfig(queue=QUEUE, **config), self.pool)
+        self.dispatcher = Dispatcher(FleetConfig(**{"queue": QUEUE, **config}), self.pool)
         self.waiters = []
 
     def add(self, name, *, version="stable", kind="penstock", models=("tiny",), max_in_flight=1):
@@ -113,13 +114,35 @@ async def test_models_that_share_a_replica_take_turns_on_it(fleet):
 
 
 @pytest.mark.parametrize("kind", ["vllm", "penstock"])
-async def test_a_stream_that_nobody_can_go_on_with_is_given_up_at_once_and_others_are_served(fleet, kind):
-    dead, other = fleet.add("dead"), fleet.add("other", kind=kind, max_in_flight=None)
+async def test_a_stream_that_no_replica_could_go_on_with_is_given_up_at_once_and_others_are_served(fleet, kind):
+    other = fleet.add("other", kind=kind, max_in_flight=None)
     other.is_counted_here = True  # as a server of ours that does not share the gateway's store
-    dead.breaker.on_failure("it refuses connections", is_fatal=True)
-    stream = await fleet.ask(must_frame=True, avoid={dead.url})
+    stream = await fleet.ask(must_frame=True)
     assert isinstance(stream.exception(), EngineUnavailable)
     assert (await fleet.ask()).result().replica is other
+
+
+async def test_a_stream_is_held_for_its_only_replica_that_failed_it_and_is_back_soon(fleet):
+    lone = fleet.add("lone")
+    lone.breaker.on_failure("it refuses connections", is_fatal=True)
+    stream = await fleet.ask(must_frame=True, avoid={lone.url})
+    fleet.clock.now += 5.0
+    fleet.dispatcher.call_waiting()
+    await turn()
+    assert not stream.done()
+    lone.breaker.on_probe(True)
+    fleet.dispatcher.call_waiting()
+    await turn()
+    assert stream.result().replica is lone
+
+
+async def test_a_stream_whose_only_replica_stays_away_is_held_no_longer_than_any_request():
+    queue = msgspec.structs.replace(QUEUE, hold_seconds=0.01)
+    fleet = Fleet(queue=queue)
+    lone = fleet.add("lone")
+    lone.breaker.on_failure("it refuses connections", is_fatal=True)
+    with pytest.raises(EngineUnavailable):
+        await fleet.dispatcher.acquire(a_wish(must_frame=True, avoid={lone.url}))
 
 
 async def test_a_stream_waits_for_a_full_replica_that_can_go_on_with_it_and_holds_up_nobody(fleet):
@@ -188,6 +211,62 @@ async def test_those_who_want_another_replica_do_not_make_a_wait_look_too_long(f
         held = waiting[number].result()
     assert isinstance((await fleet.ask()).exception(), Overloaded)
     assert not (await fleet.ask(version="b")).done()
+
+
+async def pace(fleet, held, waiting, seconds, times=3):
+    """Have a place come free every so many seconds while others wait for it; return the place of the last."""
+    for task in waiting[:times]:
+        fleet.clock.now += seconds
+        held.release()
+        await turn()
+        held = task.result()
+    return held
+
+
+async def retry_after(fleet, **wish):
+    """Return what a request that cannot wait is told."""
+    now = Urgency(deadline=fleet.clock.now)
+    with pytest.raises(Overloaded) as caught:
+        await fleet.dispatcher.acquire(dataclasses.replace(a_wish(**wish), urgency=now))
+    return caught.value.retry_after_seconds
+
+
+async def test_a_refusal_says_when_a_place_of_the_version_that_was_waited_for_comes_free(fleet):
+    fleet.add("stable")
+    fleet.add("other", version="b")
+    stable, other = (await fleet.ask()).result(), (await fleet.ask(version="b")).result()
+    for_stable = [await fleet.ask() for _ in range(10)]
+    for_other = [await fleet.ask(version="b") for _ in range(5)]
+    await pace(fleet, stable, for_stable, 8.0)
+    await pace(fleet, other, for_other, 0.5)
+    # Two wait for the other version, of which a place comes every half second. Where it is full, stable is as good.
+    assert await retry_after(fleet, version="b") == pytest.approx(1.5)
+    # Seven wait for the stable one, and the two may take its places too.
+    assert await retry_after(fleet) == pytest.approx(80.0)
+
+
+async def test_a_refused_stream_is_told_of_places_on_which_it_could_go_on(fleet):
+    fleet.add("able")
+    fleet.add("foreign", kind="vllm")
+    able, foreign = (await fleet.ask(must_frame=True)).result(), (await fleet.ask()).result()
+    streams = [await fleet.ask(must_frame=True) for _ in range(4)]
+    others = [await fleet.ask() for _ in range(4)]
+    assert foreign.replica.name == "foreign:80"
+    foreign = await pace(fleet, foreign, others, 0.5)
+    await pace(fleet, able, streams, 6.0)
+    # One stream waits, and one request that may have this place too.
+    assert await retry_after(fleet, must_frame=True) == pytest.approx(18.0)
+    # Who may have either has his turn behind two as well, but places come of both.
+    assert await retry_after(fleet) < 3.0
+
+
+async def test_a_full_replica_that_a_request_may_not_have_does_not_say_when_to_come_again(fleet):
+    fleet.add("stable")
+    other = fleet.add("other", version="b")
+    await fleet.ask()
+    fleet.clock.now += 2.0
+    other.note_full(30.0)
+    assert await retry_after(fleet) == pytest.approx(2.0)
 
 
 ACTIONS = st.lists(

@@ -422,6 +422,37 @@ async def test_both_replicas_of_a_moved_stream_get_one_seed():
         assert bad.headers[-1][FRAMES_HEADER] in [headers[FRAMES_HEADER] for headers in good.headers]
 
 
+async def test_a_stream_whose_only_replica_dies_goes_on_when_it_is_back():
+    words = ("one ", "two ", "three")
+    queue = msgspec.structs.replace(QUICK.queue, hold_seconds=60.0)
+
+    async def die_after_a_word(replica, request, body):
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", FRAMES_HEADER: "lease-1"})
+        await response.prepare(request)
+        await response.write(frame(chunk(words[0]), ChoiceTokens(0, [0])))
+        await asyncio.sleep(0.02)
+        await replica.die()
+        return response
+
+    replica = FakeReplica(answer=die_after_a_word)
+    async with (
+        replica.running(),
+        running_gateway(replica, config=msgspec.structs.replace(QUICK, queue=queue)) as running,
+    ):
+        stream = asyncio.create_task(whole_stream(running))
+        pool = running.gateway.pool
+        await until(lambda: pool.find(replica.url).breaker.standing.value == "ejected" and waiting(running) == 1)
+        replica.answer = framed(*words)
+        async with replica.running():
+            events = events_in(await stream)
+        assert text_of(events) == "".join(words)
+        assert events[-1] == "[DONE]"
+
+
+async def whole_stream(running):
+    return await (await running.ask(stream=True)).read()
+
+
 async def test_a_dead_replica_is_ejected_and_returns():
     replica = FakeReplica()
     async with replica.running():

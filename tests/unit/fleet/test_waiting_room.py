@@ -28,7 +28,7 @@ async def queue_up(room, places, *callers):
     served: list[str] = []
 
     async def enter(name, tenant, priority, latest=None):
-        await room.enter(tenant, priority, 5.0, places.take, places.give_back, latest=latest)
+        await room.enter(tenant, priority, 5.0, places.take, places.give_back, latest=latest, want=None)
         served.append(name)
 
     tasks = [asyncio.create_task(enter(*caller)) for caller in callers]
@@ -72,7 +72,7 @@ async def test_a_tenant_may_have_so_many_waiting_and_no_more():
     room, places = WaitingRoom(2), Places()
     _, tasks = await queue_up(room, places, ("a0", "a", 0), ("a1", "a", 3), ("b0", "b", 0))
     with pytest.raises(RoomFull):
-        await room.enter("a", 0, 5.0, places.take, places.give_back)
+        await room.enter("a", 0, 5.0, places.take, places.give_back, want=None)
     await serve(room, places, tasks)
     assert len(room) == 0
 
@@ -80,7 +80,7 @@ async def test_a_tenant_may_have_so_many_waiting_and_no_more():
 async def test_who_waited_too_long_leaves_and_takes_nothing():
     room, places = WaitingRoom(2), Places()
     with pytest.raises(TimeoutError):
-        await room.enter("a", 0, 0.01, places.take, places.give_back)
+        await room.enter("a", 0, 0.01, places.take, places.give_back, want=None)
     assert len(room) == 0
     places.free += 1
     room.call_next()
