@@ -33,10 +33,12 @@ def kubernetes(
     namespace: Annotated[str | None, typer.Option(help="Where it lives (default: penstock)")] = None,
     image: Annotated[str | None, typer.Option(help="The container image (default: penstock:VERSION)")] = None,
     replicas: Annotated[
-        int | None, typer.Option(help="The fewest servers; 0: none while nobody asks (default: 2)")
+        int | None, number_flag("--replicas", "The fewest servers; 0: none while nobody asks (default: 2)", kind=int)
     ] = None,
-    max_replicas: Annotated[int | None, typer.Option(help="The most (default: 8)")] = None,
-    gpus: Annotated[int | None, typer.Option(help="GPUs of each server (default: one for each rank)")] = None,
+    max_replicas: Annotated[int | None, number_flag("--max-replicas", "The most (default: 8)", kind=int, low=1)] = None,
+    gpus: Annotated[
+        int | None, number_flag("--gpus", "GPUs of each server (default: one for each rank)", kind=int)
+    ] = None,
     hostname: Annotated[str | None, typer.Option(help="By which callers reach it (default: any)")] = None,
 ) -> int:
     """Write Kubernetes manifests for a server's options."""
@@ -63,9 +65,14 @@ def ray(
         str, typer.Option(help="The cluster; auto: that in RAY_ADDRESS, or the one on this machine")
     ] = "auto",
     name: Annotated[str, typer.Option(help="Of the application, by which gateways find its replicas")] = "penstock",
-    replicas: Annotated[int, typer.Option(min=1, help="Servers; with --max-replicas, the fewest")] = 1,
+    replicas: Annotated[
+        int, number_flag("--replicas", "Servers; with --max-replicas, the fewest", kind=int, low=1)
+    ] = 1,
     max_replicas: Annotated[
-        int | None, typer.Option(min=1, help="Scale up to so many by the replicas' promises (default: do not scale)")
+        int | None,
+        number_flag(
+            "--max-replicas", "Scale up to so many by the replicas' promises (default: do not scale)", kind=int, low=1
+        ),
     ] = None,
     cpus: Annotated[float, number_flag("--cpus", "CPUs to reserve for each rank of a server")] = 1.0,
     gpus: Annotated[

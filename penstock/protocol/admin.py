@@ -1,5 +1,7 @@
 """The wire types of the admin routes: keys and usage."""
 
+from typing import ClassVar
+
 import msgspec
 from pydantic import Field
 
@@ -8,7 +10,13 @@ from penstock.request import Targets
 from penstock.tenants import MAX_OVERLAP_SECONDS, KeyTerms, Limits, StoredKey, Usage, check_terms
 
 
-class KeyLimits(WireModel):
+class AdminModel(WireModel):
+    """What comes to the admin socket, which has no pages."""
+
+    GUIDE: ClassVar[str] = "/openapi.json"
+
+
+class KeyLimits(AdminModel):
     """What the key's tenant may use; absent: as much as there is."""
 
     requests_per_minute: int | None = None
@@ -19,14 +27,14 @@ class KeyLimits(WireModel):
     longest_context: int | None = None
 
 
-class KeyTargets(WireModel):
+class KeyTargets(AdminModel):
     """What the key's requests aim for where they do not say so themselves."""
 
     ttft_seconds: float | None = None
     time_per_token_seconds: float | None = None
 
 
-class KeyRequest(WireModel):
+class KeyRequest(AdminModel):
     """A key to be made."""
 
     name: str = Field(description="The tenant that its requests count for")
@@ -50,7 +58,7 @@ class KeyRequest(WireModel):
         return terms
 
 
-class RotateRequest(WireModel):
+class RotateRequest(AdminModel):
     overlap_seconds: float = Field(
         0.0, ge=0, le=MAX_OVERLAP_SECONDS, description="How long the old secret opens the key as well"
     )

@@ -28,6 +28,8 @@ class WireModel(BaseModel):
 
     # Defined by the API, accepted where they have this type, without effect here.
     IGNORED: ClassVar[Mapping[str, type]] = MappingProxyType({})
+    # Where it is said which fields there are.
+    GUIDE: ClassVar[str] = "the server's /docs"
     # Defined by the API and not supported: only these values, which ask for nothing, are accepted.
     REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType({})
 
@@ -41,7 +43,7 @@ class WireModel(BaseModel):
         """Refuse an object of far too many fields as one mistake, not as thousands."""
         if isinstance(fields, dict) and len(fields) > len(cls.model_fields) + _SPARE_FIELDS:
             raise ValueError(
-                f"give an object of at most {len(cls.model_fields)} fields; see /docs for those that exist"
+                f"give an object of at most {len(cls.model_fields)} fields; see {cls.GUIDE} for those that exist"
             )
         return fields
 
@@ -74,11 +76,11 @@ def parse_request(kind: type[Request], body: bytes) -> Request:
             raise InvalidParameter(name, value, _ADVICE[type_])
     unknown = next((name for name in document if name not in kind.model_fields), None)
     if unknown is not None:
-        raise _unknown_parameter(_dotted((unknown,)))
+        raise _unknown_parameter(_dotted((unknown,)), kind.GUIDE)
     try:
         return kind.model_validate(document)
     except ValidationError as error:
-        raise _request_error(error.errors(include_url=False)[0]) from None
+        raise _request_error(error.errors(include_url=False)[0], kind.GUIDE) from None
 
 
 def _check_number_of_parts(body: bytes) -> None:
@@ -90,17 +92,17 @@ def _check_number_of_parts(body: bytes) -> None:
         raise RequestError(f"the request body has too many parts; send one of at most {limits}")
 
 
-def _request_error(details: ErrorDetails) -> RequestError:
+def _request_error(details: ErrorDetails, guide: str) -> RequestError:
     param = _dotted(details["loc"])
     if details["type"] == "missing":
         return RequestError(f"{param} is required", param=param)
     if details["type"] == "extra_forbidden":
-        return _unknown_parameter(param)
+        return _unknown_parameter(param, guide)
     return InvalidParameter(param, details["input"], _advice(details))
 
 
-def _unknown_parameter(param: str) -> RequestError:
-    return RequestError(f"unknown parameter {param!r}; see /docs for those that exist", param=param)
+def _unknown_parameter(param: str, guide: str) -> RequestError:
+    return RequestError(f"unknown parameter {param!r}; see {guide} for those that exist", param=param)
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:

@@ -14,8 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from penstock.errors import NotPermitted, RequestError
+from penstock.errors import NotPermitted
 from penstock.loopback import check_open_call
+from penstock.protocol.query import check_query
 from penstock.protocol.voucher import VOUCHER_HEADER, read_voucher
 from penstock.protocol.wire import WireModel
 from penstock.store.key_ring import KeyRing
@@ -75,7 +76,7 @@ class GuardedHandler:
                 raise NotPermitted("this route needs an API key with admin = true")
             request.scope[_CALLER] = caller
         if self.endpoint.query is not None:
-            _check_query(request, self.endpoint.query)
+            check_query([name for name, _ in request.query_params.multi_items()], self.endpoint.query)
         return await self.endpoint.handler(request)
 
     def _vouched(self, caller: Caller, request: Request) -> Caller:
@@ -97,17 +98,6 @@ def _as_shadow(caller: Caller) -> Caller:
     if not caller.terms.admin:
         raise NotPermitted(f"the header {SHADOW_HEADER} needs an API key with admin = true")
     return Caller(SHADOW_TENANT, KeyTerms(admin=True))
-
-
-def _check_query(request: Request, known: tuple[str, ...]) -> None:
-    unknown = next((name for name in request.query_params if name not in known), None)
-    if unknown is not None:
-        shown = unknown[:100]
-        raise RequestError(f"unknown parameter {shown!r}; the query may have: {', '.join(known)}", param=shown)
-    names = [name for name, _ in request.query_params.multi_items()]
-    repeated = next((name for name in names if names.count(name) > 1), None)
-    if repeated is not None:
-        raise RequestError(f"{repeated} stands twice in the query; give it once", param=repeated)
 
 
 def check_access(routes: Iterable[BaseRoute]) -> None:

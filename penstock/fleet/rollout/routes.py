@@ -1,7 +1,5 @@
 """The admin routes of rollouts: what is rolled out and how it stands, begin one, end one."""
 
-from collections.abc import Awaitable, Callable
-
 import msgspec
 from aiohttp import web
 
@@ -10,8 +8,7 @@ from penstock.fleet.rollout.course import Rollout
 from penstock.fleet.rollout.evidence import Evidence
 from penstock.fleet.rollout.report import write_report
 from penstock.fleet.rollout.rollouts import Rollouts
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+from penstock.fleet.router.admin_route import AdminRoute
 
 
 class WantedRollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,8 +29,8 @@ class RolloutReports(msgspec.Struct, frozen=True):
     rollouts: list[RolloutReport]
 
 
-def rollout_routes(rollouts: Rollouts) -> list[tuple[str, str, Handler]]:
-    """Return (method, path, handler) of each."""
+def rollout_routes(rollouts: Rollouts) -> list[AdminRoute]:
+    """Return them."""
     split, controller = rollouts.split, rollouts.controller
 
     async def reports() -> list[RolloutReport]:
@@ -61,10 +58,10 @@ def rollout_routes(rollouts: Rollouts) -> list[tuple[str, str, Handler]]:
         return _json(await controller.abort(request.query.get("model", "")))
 
     return [
-        ("GET", "/admin/rollout", show),
-        ("GET", "/admin/rollout.md", show_text),
-        ("POST", "/admin/rollout", begin),
-        ("DELETE", "/admin/rollout", end),
+        AdminRoute("GET", "/admin/rollout", show),
+        AdminRoute("GET", "/admin/rollout.md", show_text),
+        AdminRoute("POST", "/admin/rollout", begin),
+        AdminRoute("DELETE", "/admin/rollout", end, query=("model",)),
     ]
 
 

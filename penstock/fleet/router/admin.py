@@ -13,9 +13,8 @@ from penstock.fleet.discovery.registration import Registration
 from penstock.fleet.fleet_file import check_entry
 from penstock.fleet.introduction import Introductions
 from penstock.fleet.replica import Replica, ReplicaPool
+from penstock.fleet.router.admin_route import AdminRoute
 from penstock.fleet.router.decisions import Decision, DecisionLog
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _DEFAULT_DECISIONS = 50
 
@@ -61,8 +60,8 @@ def admin_routes(
     decisions: DecisionLog,
     introductions: Introductions,
     refusal_of: Callable[[ReplicaEntry], Awaitable[str | None]],
-) -> list[tuple[str, str, Handler]]:
-    """Return (method, path, handler) of each. `refusal_of` says why what is at a URL can be no replica."""
+) -> list[AdminRoute]:
+    """Return them. `refusal_of` says why what is at a URL can be no replica."""
 
     def reports() -> ReplicaReports:
         return ReplicaReports([_report(replica, pool, introductions) for replica in pool])
@@ -97,15 +96,15 @@ def admin_routes(
         return _json(Decisions(decisions.newest(int(limit[:6]))))
 
     return [
-        ("GET", "/admin/replicas", show_replicas),
-        ("POST", "/admin/replicas", register),
-        ("DELETE", "/admin/replicas", leave),
-        ("GET", "/admin/decisions", show_decisions),
+        AdminRoute("GET", "/admin/replicas", show_replicas),
+        AdminRoute("POST", "/admin/replicas", register),
+        AdminRoute("DELETE", "/admin/replicas", leave, query=("url",)),
+        AdminRoute("GET", "/admin/decisions", show_decisions, query=("limit",)),
     ]
 
 
-def autoscaler_routes(autoscalers: Sequence[Autoscaler], clock: Callable[[], float]) -> list[tuple[str, str, Handler]]:
-    """Return (method, path, handler) of each."""
+def autoscaler_routes(autoscalers: Sequence[Autoscaler], clock: Callable[[], float]) -> list[AdminRoute]:
+    """Return the routes that tell what autoscalers decide."""
 
     async def show_all(request: web.Request) -> web.StreamResponse:
         return _json(report_all(autoscalers, clock()))
@@ -117,7 +116,10 @@ def autoscaler_routes(autoscalers: Sequence[Autoscaler], clock: Callable[[], flo
             raise UnknownModel(model, [item.model for item in autoscalers])
         return _json(report(found, clock()))
 
-    return [("GET", "/admin/autoscaler", show_all), ("GET", "/admin/autoscaler/{model:.+}", show_one)]
+    return [
+        AdminRoute("GET", "/admin/autoscaler", show_all),
+        AdminRoute("GET", "/admin/autoscaler/{model:.+}", show_one),
+    ]
 
 
 def _report(replica: Replica, pool: ReplicaPool, introductions: Introductions) -> ReplicaReport:

@@ -8,7 +8,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -34,6 +34,7 @@ from penstock.fleet.rollout.rollouts import Rollouts
 from penstock.fleet.rollout.routes import rollout_routes
 from penstock.fleet.router.account import Account
 from penstock.fleet.router.admin import admin_routes, autoscaler_routes
+from penstock.fleet.router.admin_route import AdminRoute, Handler
 from penstock.fleet.router.connection import Connections, read_body
 from penstock.fleet.router.decisions import ROUTE_HEADER, Decision, DecisionLog
 from penstock.fleet.router.dispatch import Dispatcher
@@ -54,8 +55,6 @@ from penstock.protocol.models import Model, ModelList
 from penstock.store.key_ring import KeyRing
 from penstock.telemetry import RequestRecord, log_request
 from penstock.tenants import Caller
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 RECORD = web.RequestKey("record", RequestRecord)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -103,8 +102,8 @@ def create_app(context: GatewayContext) -> web.Application:
     app.router.add_get("/live", routes.live)
     app.router.add_get("/ready", routes.ready)
     app.router.add_get("/metrics", routes.admin_only(routes.metrics))
-    for method, path, handler in _admin_routes(context):
-        app.router.add_route(method, path, routes.admin_only(handler, needs_keys=True))
+    for route in _admin_routes(context):
+        app.router.add_route(route.method, route.path, routes.admin_only(route.answer, needs_keys=True))
     return app
 
 
@@ -112,12 +111,12 @@ def create_admin_app(context: GatewayContext, *, needs_key: bool) -> web.Applica
     """Return the app of the admin socket. Without `needs_key`, who can open the socket may do everything there."""
     app = _bare_app(context)
     routes = _Routes(context)
-    for method, path, handler in _admin_routes(context):
-        app.router.add_route(method, path, routes.admin_only(handler) if needs_key else handler)
+    for route in _admin_routes(context):
+        app.router.add_route(route.method, route.path, routes.admin_only(route.answer) if needs_key else route.answer)
     return app
 
 
-def _admin_routes(context: GatewayContext) -> list[tuple[str, str, Handler]]:
+def _admin_routes(context: GatewayContext) -> list[AdminRoute]:
     return [
         *admin_routes(
             context.pool, context.registration, context.decisions, context.introductions, context.monitor.refusal

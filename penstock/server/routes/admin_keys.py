@@ -57,6 +57,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
             access=Access.ADMIN,
             summary="List the keys, without their secrets",
             tag=_TAG,
+            query=(),
             gives=KeyList,
         ),
         Endpoint(
@@ -66,6 +67,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
             access=Access.ADMIN,
             summary="Make a key; its secret is told this once",
             tag=_TAG,
+            query=(),
             takes=KeyRequest,
             gives=NewSecret,
         ),
@@ -76,6 +78,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
             access=Access.ADMIN,
             summary="Give a key a new secret",
             tag=_TAG,
+            query=(),
             takes=RotateRequest,
             gives=NewSecret,
         ),
@@ -86,6 +89,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
             access=Access.ADMIN,
             summary="Revoke a key; every server on the store knows within seconds",
             tag=_TAG,
+            query=(),
             gives=RevokedKey,
         ),
     ]

@@ -93,3 +93,13 @@ def test_a_model_of_this_machine_is_refused_and_nothing_is_written(
     assert run(str(tmp_path), "--out", str(tmp_path / "out")) == 2
     assert "pods do not have this path: give a hub id" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["ray", "kubernetes"])
+@pytest.mark.parametrize(("flag", "value"), [("--max-replicas", "0"), ("--replicas", "-1"), ("--replicas", "two")])
+def test_a_number_of_replicas_that_cannot_be_is_refused_as_any_option(
+    command: str, flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["deploy", command, "m", flag, value]) != 0
+    least = 0 if (command, flag) == ("kubernetes", "--replicas") else 1
+    assert capsys.readouterr().err == f"{flag}: {value!r} is not usable; give a whole number of at least {least}\n"

@@ -553,6 +553,43 @@ async def test_keys_are_checked_and_never_reach_a_foreign_server():
         assert (await running.client.get(f"{running.url}/admin/replicas")).status == 403
 
 
+ADMIN_ROUTES = {
+    ("GET", "/admin/replicas"): "", ("POST", "/admin/replicas"): "", ("DELETE", "/admin/replicas"): "url",
+    ("GET", "/admin/decisions"): "limit", ("GET", "/admin/rollout"): "", ("GET", "/admin/rollout.md"): "",
+    ("POST", "/admin/rollout"): "", ("DELETE", "/admin/rollout"): "model", ("GET", "/admin/autoscaler"): "",
+    ("GET", "/admin/autoscaler/tiny"): "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
+async def test_admin_routes_refuse_parameters_that_they_do_not_know(admin_gateway, method, path):
+    known = ADMIN_ROUTES[method, path]
+    answer = await admin_gateway.client.request(method, f"{admin_gateway.url}{path}?limt=5")
+    error = (await answer.json())["error"]
+    assert (answer.status, error["param"]) == (400, "limt")
+    right = f"the query may have: {known}" if known else "there is none that the query could have here"
+    assert error["message"] == f"unknown parameter 'limt'; {right}"
+
+
+async def test_admin_routes_refuse_a_parameter_that_stands_twice(admin_gateway):
+    answer = await admin_gateway.client.get(f"{admin_gateway.url}/admin/decisions?limit=1&limit=2")
+    assert (answer.status, (await answer.json())["error"]["param"]) == (400, "limit")
+
+
+async def test_who_may_not_use_an_admin_route_learns_nothing_of_its_parameters(admin_gateway):
+    admin_gateway.client.headers["authorization"] = "Bearer other"
+    assert (await admin_gateway.client.get(f"{admin_gateway.url}/admin/replicas?x=1")).status == 401
+
+
+@pytest.fixture
+async def admin_gateway():
+    """A gateway whose caller may do everything."""
+    key = ApiKey("boss", hashlib.sha256(b"boss").hexdigest(), KeyTerms(admin=True))
+    async with running_gateway(ring=KeyRing((key,), needs_keys=True)) as running:
+        running.client.headers["authorization"] = "Bearer boss"
+        yield running
+
+
 async def test_without_keys_the_public_port_has_no_admin_routes():
     async with FakeReplica().running() as one, running_gateway(one) as running:
         assert (await running.client.get(f"{running.url}/admin/replicas")).status == 404

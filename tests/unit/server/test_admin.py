@@ -151,6 +151,23 @@ async def test_an_unknown_parameter_of_a_query_is_refused_with_those_that_exist(
     assert error["message"] == "unknown parameter 'tenants'; the query may have: tenant, since"
 
 
+async def test_a_route_without_parameters_takes_none(admin):
+    refused = await admin.get("/admin/keys", params={"tenant": "bob"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("unknown parameter 'tenant'; there is none")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"), [({"name": "a", "limts": {}}, "limts"), ({"name": "a", "limits": {"x": 1}}, "limits.x")]
+)
+async def test_an_unknown_field_is_refused_with_a_place_that_the_socket_has(admin, body, param):
+    refused = await admin.post("/admin/keys", json=body)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, param)
+    assert error["message"] == f"unknown parameter '{param}'; see /openapi.json for those that exist"
+    assert (await admin.get("/openapi.json")).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/admin/keys", "/admin/usage"])
 async def test_the_public_port_has_no_admin_routes(service, path):
     assert (await service.client.get(path)).status_code == 404
