@@ -1,9 +1,10 @@
 """The gate: whether what was seen of a candidate shows that it is good enough, or that it is not.
 
-Each measure has a limit that the candidate must not be worse by. A bound on the wrong side of the limit condemns it;
-all bounds on the right side acquit it; otherwise more must be seen. The k-th look at a step spends 1/(k(k+1)) of the
-error level, so that all looks together spend no more than the whole; it is shared by the measures. Knows nothing of
-time, steps or traffic.
+Each measure has a limit that the candidate must not be worse by. A bound on the wrong side of the limit condemns it, so
+that a difference must be large and beyond doubt; all bounds on the right side acquit it; otherwise more must be seen.
+The k-th look at a step spends 1/(k(k+1)) of the error level, so that all looks together spend no more than the whole;
+it is shared by the measures. Times are judged by their ratios in windows (`windows.py`). Knows nothing of moments,
+steps or traffic.
 """
 
 import enum
