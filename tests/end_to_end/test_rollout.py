@@ -34,7 +34,7 @@ max_ttft_ratio = 5.0
 max_time_per_token_ratio = {ratio}
 max_error_increase = 0.4
 max_divergence = 0.1
-window_seconds = 0.5
+window_seconds = 0.2
 first_look = 16
 min_step_seconds = 0
 """

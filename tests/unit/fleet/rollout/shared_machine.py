@@ -19,6 +19,7 @@ from penstock.fleet.rollout.trials import Trials
 from penstock.fleet.router.query import RouteQuery, read_head
 
 ANSWER_TOKENS = 16
+REQUESTS_PER_SECOND = 2.0
 REQUESTS_THAT_DOUBLE_TIMES = 16  # under way at once, of both versions together
 BODY = msgspec.json.encode({"model": "tiny", "prompt": "hello", "temperature": 0})
 VERSIONS = "stable", "b"
@@ -43,12 +44,11 @@ class SharedMachine:
 class VirtualRollout:
     """A rollout's first step: requests, their answers and copies, and the gate, which looks every second."""
 
-    def __init__(self, seed: int, *, slowness: float, steps: tuple[str | float, ...], rate: float = 2.0) -> None:
+    def __init__(self, seed: int, *, slowness: float, steps: tuple[str | float, ...], burst: float = 0.5) -> None:
         self._draw = random.Random(seed)
         self._machine = SharedMachine(seed)
         self._slowness = dict(zip(VERSIONS, (1.0, slowness), strict=True))
-        self._rate = rate
-        self._burst = self._draw.choice((0.0, 0.5, 0.8))  # part of the requests that come together with another
+        self._burst = burst  # part of the requests that come together with another
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._num_under_way = 0
@@ -66,7 +66,7 @@ class VirtualRollout:
         arrival, looked_at = 0.0, 0.0
         for number in range(num_requests):
             if self._draw.random() >= self._burst:
-                arrival += self._draw.expovariate(self._rate * (1 - self._burst))
+                arrival += self._draw.expovariate(REQUESTS_PER_SECOND * (1 - self._burst))
             self._run_until(arrival)
             self._ask(number)
             if arrival >= looked_at + 1.0:

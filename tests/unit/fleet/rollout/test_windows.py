@@ -68,18 +68,33 @@ def test_answers_whose_times_say_nothing_are_left_out(fields):
     assert evidence.ttft_ratio.num_values == 0
 
 
-RUNS = [20, pytest.param(100, marks=pytest.mark.slow)]
+RUNS = [12, pytest.param(100, marks=pytest.mark.slow)]
+BURSTS = 0.5, 0.95
+
+
+def virtual_runs(count, *, slowness, bursts):
+    """Half of them in the shadow step, and half with half of the requests for each version."""
+    return [
+        VirtualRollout(seed, slowness=slowness, steps=STEPS[seed % 2], burst=bursts[seed // 2 % len(bursts)])
+        for seed in range(count)
+    ]
 
 
 @pytest.mark.parametrize("num_runs", RUNS)
-def test_identical_versions_on_a_machine_with_slow_spells_are_hardly_ever_rolled_back(num_runs):
-    """At most one in a hundred: half of the runs in the shadow step, half with half of the requests each."""
-    runs = [VirtualRollout(seed, slowness=1.0, steps=STEPS[seed % 2]) for seed in range(num_runs)]
+def test_identical_versions_on_a_busy_machine_are_hardly_ever_rolled_back(num_runs):
+    """At most one in a hundred, however slow its spells are, and also where callers come in crowds."""
+    runs = virtual_runs(num_runs, slowness=1.0, bursts=BURSTS)
     assert sum(run.run(1500).status is Status.ROLLED_BACK for run in runs) <= num_runs // 100
 
 
 @pytest.mark.parametrize("num_runs", RUNS)
 def test_a_version_that_takes_half_as_long_again_is_rolled_back_however_the_machine_does(num_runs):
     """At least 95 in a hundred."""
-    runs = [VirtualRollout(seed, slowness=1.5, steps=STEPS[seed % 2]) for seed in range(num_runs)]
+    runs = virtual_runs(num_runs, slowness=1.5, bursts=BURSTS[:1])
     assert sum(run.run(6000).status is Status.ROLLED_BACK for run in runs) >= 0.95 * num_runs
+
+
+@pytest.mark.parametrize("num_runs", [5, pytest.param(25, marks=pytest.mark.slow)])
+def test_where_callers_come_in_crowds_a_slow_version_is_caught_when_it_answers_them(num_runs):
+    runs = [VirtualRollout(seed, slowness=1.5, steps=STEPS[1], burst=BURSTS[1]) for seed in range(num_runs)]
+    assert all(run.run(6000).status is Status.ROLLED_BACK for run in runs)
