@@ -491,6 +491,7 @@ async def test_a_rollout_is_begun_shown_and_aborted_over_http(admin):
         ("max_shadows = 0", "at least 1"),
         ("gate = { error_level = 1.5 }", "between 0 and 1"),
         ("gate = { max_ttft_ratio = 0.9 }", "over 1"),
+        ("gate = { window_seconds = 0 }", "seconds, over 0"),
         ("gate = { max_logprob_distance = 0 }", "in nats"),
         ("gate = { asks_logprobs = true, compares_outputs = false }", "needs compares_outputs"),
         ("gate = { first_look = 0 }", "at least 1"),
