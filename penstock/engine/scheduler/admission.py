@@ -6,14 +6,14 @@ Foresees from the cost model, the pace and who stands before it. Changes nothing
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from penstock.engine.scheduler.answer_lengths import AnswerLengths
 from penstock.engine.scheduler.cost_model import StepShape, with_prompt
-from penstock.engine.scheduler.request_state import RequestState, TenantAccount
+from penstock.engine.scheduler.load import Load, expected_endings, tokens_asked
+from penstock.engine.scheduler.outlook import Outlook, Scene, scene_now
+from penstock.engine.scheduler.request_state import RequestState
 from penstock.engine.scheduler.serving_pace import ServingPace
 from penstock.engine.scheduler.step_times import StepTimes
-from penstock.engine.scheduler.waiting_queue import WaitingQueue
 from penstock.errors import Overloaded, TargetUnreachable
 
 # Of a target, what a forecast may use: it errs, and a promise that was made is to be kept.
@@ -23,7 +23,6 @@ _DEADLINE_PART = 0.93
 _LEAST_RETRY_SECONDS = 0.001
 # Who comes back too early comes for nothing, so what is told is so much more than what is foreseen.
 _RETRY_PART = 1.05
-_MOST_LOOKS = 8
 # ... and while it is only guessed how long a step takes.
 _LEAST_GUESSED_RETRY_SECONDS = 0.1
 # What is named as the least to ask for: so much over what is needed, since the next forecast is not quite this one.
@@ -37,38 +36,12 @@ _PATIENCE = 8.0
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What the engine has taken on."""
-
-    running: Sequence[RequestState]
-    waiting: WaitingQueue
-    num_free_rows: int
-    num_free_blocks: int  # nobody's, and promised to nobody
-    block_tokens: int
-    lengths: AnswerLengths
-    may_displace: bool  # the request would get a row although none is free
-
-    def call_shape(self, request: RequestState) -> StepShape:
-        """A step that draws a token of each answer of the request's call, or of as many as have rows at once."""
-        num_rows = max(1, min(request.call_answers, len(self.running) + self.num_free_rows))
-        return StepShape(num_rows, _tokens_asked(request) * num_rows // request.call_answers)
-
-
-@dataclass(frozen=True, slots=True)
 class Forecast:
     ttft_seconds: float
     token_seconds: float  # between its tokens, while nothing but decoding runs
     answer_seconds: float  # behind its first token, until it can end at the soonest
     tightest_target: float | None  # the least time per token that was promised, its own included
     rows_after: int
-
-
-class _Queue:
-    """What runs before a request: tokens and requests."""
-
-    def __init__(self) -> None:
-        self.tokens = 0.0
-        self.requests = 0.0
 
 
 class Admission:
@@ -85,32 +58,35 @@ class Admission:
 
     def forecast(self, request: RequestState, load: Load, now: float) -> Forecast:
         """Foresee the request's first token and its pace behind it."""
-        return self._forecast(request, load, now, _ahead_of(request, load, request.due))
+        forecast = self._forecast(request, load, scene_now(request, load, self._times, now))
+        return replace(forecast, ttft_seconds=forecast.ttft_seconds + now - request.arrival)
 
-    def _forecast(self, request: RequestState, load: Load, now: float, ahead: _Queue) -> Forecast:
-        decoding = [other for other in load.running if other.remaining <= 1]
+    def _forecast(self, request: RequestState, load: Load, scene: Scene) -> Forecast:
+        """Foresee what a request sees that comes into this scene."""
+        ahead, num_decoding = scene.ahead, scene.decoding.num_rows
         call = load.call_shape(request)
-        rows_after = len(decoding) + math.ceil(ahead.requests) + call.num_rows
-        context = sum([other.computed for other in decoding])
-        mean_context = (context + ahead.tokens + call.context_tokens) / rows_after
-        targets = [other.targets.time_per_token_seconds for other in (*decoding, request)]
+        rows_after = num_decoding + math.ceil(ahead.requests) + call.num_rows
+        mean_context = (scene.decoding.context_tokens + ahead.tokens + call.context_tokens) / rows_after
+        targets = (scene.tightest_target, request.targets.time_per_token_seconds)
         tightest = min((target for target in targets if target is not None), default=None)
         # Those ahead decode beside the request once their prompts have run: half of them, on the mean.
-        rows = len(decoding) + int(ahead.requests / 2)
+        rows = num_decoding + int(ahead.requests / 2)
         shape = StepShape(rows, int(rows * mean_context))
-        num_tokens = ahead.tokens + _tokens_asked(request)
+        num_tokens = ahead.tokens + tokens_asked(request)
         # The mean over all tokens to run of what lies before them, as far as it is this prompt's own.
         context = int(len(request.tokens) ** 2 / (2 * num_tokens))
         # A request that is alone does not decode beside its own prompt: no time per token makes its steps shorter.
-        paced_by = tightest if decoding or ahead.requests else None
+        paced_by = tightest if num_decoding or ahead.requests else None
         chunk, step_seconds = self._pace.steady_step(shape, paced_by, context)
         # Steps that run prompts are counted with those; until rows end, the others only decode.
         decode_seconds = self._times.model.seconds(shape)
-        wait = max(0.0, self._times.free_at(now) - now) + self._wait_for_place(request, load, ahead, decode_seconds)
+        wait = scene.rest_seconds + self._wait_for_place(request, load, scene, decode_seconds)
         prefill = self._prefill_seconds(num_tokens, chunk, step_seconds, shape)
+        if scene.has_prompts:
+            prefill = math.ceil(num_tokens / max(1, chunk)) * step_seconds
         after = StepShape(rows_after, int(rows_after * mean_context))
         return Forecast(
-            ttft_seconds=now - request.arrival + wait + prefill,
+            ttft_seconds=wait + prefill,
             token_seconds=self._times.model.seconds(after),
             answer_seconds=self._answer_seconds(request, after, call),
             tightest_target=tightest,
@@ -124,7 +100,7 @@ class Admission:
         ttft, time_per_token = request.targets.ttft_seconds, request.targets.time_per_token_seconds
         call = load.call_shape(request)
         if ttft is not None or request.deadline is not None:
-            alone = self._alone_seconds(_tokens_asked(request))
+            alone = self._alone_seconds(tokens_asked(request))
             longest_way = max(_WAY_SECONDS, _WAY_PART * alone)
             need, enough = alone, alone + longest_way
             if self._times.has_rested_since(request.arrival):
@@ -157,11 +133,11 @@ class Admission:
     def refusal(self, reason: str, request: RequestState, forecast: Forecast, load: Load, now: float) -> Overloaded:
         """Say no, and when the forecast would be a yes."""
         if reason == "time_per_token":
-            endings = _endings(load.running, load.lengths)
+            endings = expected_endings(load.running, load.lengths)
             wait = (endings[0][0] if endings else 1.0) * forecast.token_seconds
             message = "the batch is as large as the time per token that was promised allows"
         elif reason == "ttft":
-            wait = self._wait_for_ttft(request, forecast, load, now)
+            wait = self._wait_for_ttft(request, load, now)
             message = f"the first token would come after {forecast.ttft_seconds * 1000:.0f} ms, later than asked for"
         else:
             wait = self._wait_for_deadline(request, forecast, load)
@@ -196,8 +172,8 @@ class Admission:
         chunk, step_seconds = self._pace.steady_step(shape, None)
         prompt_tokens = sum([other.remaining for other in starting])
         prompt_steps = prompt_tokens / max(1, chunk)
-        endings = [steps for steps, _ in _endings(decoding, load.lengths)]
-        endings += [prompt_steps + steps for steps, _ in _endings(starting, load.lengths)]
+        endings = [steps for steps, _ in expected_endings(decoding, load.lengths)]
+        endings += [prompt_steps + steps for steps, _ in expected_endings(starting, load.lengths)]
         endings.sort()
         steps = _steps_until(num_endings, endings, load.lengths.mean_tokens)
         seconds = max(0.0, self._times.free_at(now) - now) + min(steps, prompt_steps) * step_seconds
@@ -218,33 +194,29 @@ class Admission:
         context = shape.context_tokens + call.num_rows * (num_each - 1) // 2
         return num_steps * self._times.model.seconds(StepShape(shape.num_rows, context))
 
-    def _wait_for_ttft(self, request: RequestState, forecast: Forecast, load: Load, now: float) -> float:
-        """How long until the first token would come in time, if nobody else came.
-
-        Whoever comes back is due later: more of those who wait will be before it than are now.
-        """
+    def _wait_for_ttft(self, request: RequestState, load: Load, now: float) -> float:
+        """How long until the first token would come in time, if nobody else came."""
         room = (request.targets.ttft_seconds or 0.0) * _TTFT_PART
-        wait = forecast.ttft_seconds - room
-        for _ in range(_MOST_LOOKS):
-            before = wait
-            ahead = _ahead_of(request, load, request.due + wait * _RETRY_PART)
-            wait = max(wait, self._forecast(request, load, now, ahead).ttft_seconds - room)
-            if wait == before:
-                break
-        every = _ahead_of(request, load, math.inf)
-        # Prompts under way are before it whenever they were due, and more of those who wait get there each time.
-        under_way = _Queue()
-        under_way.tokens = min(every.tokens, self._pace.max_step_tokens)
-        if self._forecast(request, load, now, under_way).ttft_seconds > room:
-            wait = max(wait, self._forecast(request, load, now, every).ttft_seconds - room)
-        return wait * _RETRY_PART
+        seconds = step_seconds = 0.0
+        has_fitted = False
+        outlook = Outlook(request, load, self._times, self._pace, now)
+        # Others may be done sooner than is foreseen: then it must be in time behind them too.
+        fits_behind = self._forecast(request, load, outlook.scene_behind()).ttft_seconds <= room
+        for scene in outlook.scenes():
+            fits = fits_behind or scene.is_behind
+            fits = fits and self._forecast(request, load, scene).ttft_seconds <= room
+            if fits and has_fitted:
+                break  # it was not only for a moment
+            step_seconds = max(step_seconds, scene.rest_seconds) if fits else scene.rest_seconds
+            seconds, has_fitted = scene.seconds, fits
+        return seconds * _RETRY_PART + step_seconds
 
     def _wait_for_deadline(self, request: RequestState, forecast: Forecast, load: Load) -> float:
         """How long until the answer would end in time: fewer rows decode faster, and less stands before it."""
         room = _deadline_seconds(request) - forecast.ttft_seconds
         call = load.call_shape(request)
         context = sum([other.computed for other in load.running]) / max(1, len(load.running))
-        for num_ended, (steps, _) in enumerate(_endings(load.running, load.lengths), start=1):
+        for num_ended, (steps, _) in enumerate(expected_endings(load.running, load.lengths), start=1):
             rows = max(call.num_rows, forecast.rows_after - num_ended)
             if self._answer_seconds(request, StepShape(rows, int(rows * (context + steps))), call) <= room:
                 return steps * forecast.token_seconds
@@ -261,28 +233,30 @@ class Admission:
         last = self._times.model.seconds(with_prompt(shape, rest, 0)) if rest else 0.0
         return full_steps * step_seconds + last
 
-    def _wait_for_place(self, request: RequestState, load: Load, ahead: _Queue, step_seconds: float) -> float:
+    def _wait_for_place(self, request: RequestState, load: Load, scene: Scene, step_seconds: float) -> float:
         """How long until requests have ended that hold the rows and blocks which those ahead and this one need."""
-        if load.may_displace:
+        if scene.may_displace:
             return 0.0
-        rows_short = math.ceil(ahead.requests) + 1 - load.num_free_rows
-        mean = load.lengths.mean_tokens
+        ahead, mean = scene.ahead, load.lengths.mean_tokens
+        num_waiting = ahead.requests - ahead.placed_requests
+        rows_short = math.ceil(num_waiting) + 1 - scene.num_free_rows
         own = min(len(request.tokens) + mean, request.max_total_tokens)
-        wanted = ahead.tokens + mean * ahead.requests + own
-        blocks_short = wanted / load.block_tokens - load.num_free_blocks
+        wanted = ahead.tokens - ahead.placed_tokens + mean * num_waiting + own
+        blocks_short = wanted / load.block_tokens - scene.num_free_blocks
         if rows_short <= 0 and blocks_short <= 0:
             return 0.0
         steps = 0.0
-        for left, blocks in _endings(load.running, load.lengths):
+        for left, blocks in scene.endings():
             steps = left
             rows_short -= 1
             blocks_short -= blocks
             if rows_short <= 0 and blocks_short <= 0:
                 return steps * step_seconds
         # Those ahead must end too before it is this one's turn.
-        answers = [load.lengths.expected_left(other) for other in load.waiting]
+        answers = scene.waiting_answers()
         mean_left = sum(answers) / len(answers) if answers else mean
-        return (steps + max(rows_short, 1) * mean_left / max(1, len(load.running))) * step_seconds
+        num_rows = len(load.running) + load.num_free_rows
+        return (steps + max(rows_short, 1) * mean_left / max(1, num_rows)) * step_seconds
 
 
 def _deadline_seconds(request: RequestState) -> float:
@@ -307,53 +281,6 @@ def _named_milliseconds(seconds: float) -> str:
     """A short number that is over this many seconds."""
     milliseconds = seconds * 1000 * _NAMED_PART
     return f"{math.ceil(milliseconds)}" if milliseconds >= 10.0 else f"{math.ceil(milliseconds * 10) / 10:g}"
-
-
-def _tokens_asked(request: RequestState) -> int:
-    """Prompt tokens to run until the first tokens of all answers of the request's call."""
-    return max(len(request.tokens), request.call_tokens or 0)
-
-
-def _ahead_of(request: RequestState, load: Load, due: float) -> _Queue:
-    """Everything that runs before the request's prompt, due then: prompts under way, and who waits in front of it."""
-    queue = _Queue()
-    for other in load.running:
-        remaining = other.remaining
-        if remaining > 1 and other.level <= request.level:
-            queue.tokens += remaining
-            queue.requests += 1
-    own = request.account
-    before = [entry[2].queued_tokens for entry in own.waiting if entry[0] <= due]
-    own_tokens = sum(before)
-    queue.tokens += own_tokens
-    queue.requests += len(before)
-    # Its turn comes when its tenant has got this much; others are served up to there before it.
-    turn = own.counter + own_tokens * own.prompt_cost
-    for level in load.waiting.levels:
-        if level.key > request.level:
-            break
-        for account in level.accounts.values():
-            if account is not own and account.waiting_tokens:
-                part = 1.0 if level.key < request.level else _part_before(account, turn)
-                queue.tokens += part * account.waiting_tokens
-                queue.requests += part * len(account.waiting)
-    return queue
-
-
-def _part_before(account: TenantAccount, turn: float) -> float:
-    tokens = (turn - account.counter) / account.prompt_cost
-    return min(1.0, max(0.0, tokens / account.waiting_tokens))
-
-
-def _endings(requests: Sequence[RequestState], lengths: AnswerLengths) -> list[tuple[float, int]]:
-    """(steps until then, blocks that it frees) of one request's end after another."""
-    by_limit = sorted((lengths.most_left(request), len(request.cache.blocks)) for request in requests)
-    chance = sum([lengths.chance_to_stop(request) for request in requests])
-    # By chance so many stop in each step, whichever they are; who has not stopped ends at its limit.
-    return [
-        (min(float(most), count / chance if chance else math.inf), blocks)
-        for count, (most, blocks) in enumerate(by_limit, start=1)
-    ]
 
 
 def _steps_until(num_endings: int, endings: Sequence[float], mean_tokens: float) -> float:

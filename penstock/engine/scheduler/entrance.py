@@ -6,9 +6,9 @@ steps.
 
 from collections.abc import Callable
 
-from penstock.engine.scheduler.admission import Load
 from penstock.engine.scheduler.calls import Calls
 from penstock.engine.scheduler.foresight import Foresight
+from penstock.engine.scheduler.load import Load
 from penstock.engine.scheduler.placement import Placement
 from penstock.engine.scheduler.queue_places import QueuePlaces
 from penstock.engine.scheduler.request_state import RequestState

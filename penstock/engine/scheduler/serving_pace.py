@@ -39,7 +39,7 @@ _SAVING_PART = 0.25
 # However late the answers are: prompts never stand still.
 LEAST_PROMPT_TOKENS = 16
 # Batch requests may make a step that online requests wait for longer by this part.
-_BATCH_PART = 0.05
+BATCH_PART = 0.05
 
 
 class ServingPace(Pace):
@@ -89,12 +89,17 @@ class ServingPace(Pace):
         num_tokens = 0 if is_promised else sum([request.remaining for request in prompts])
         return self.comfortable_seconds(decode_shape(ready), num_tokens)
 
-    def steady_step(self, shape: StepShape, time_per_token: float | None, context: int = 0) -> tuple[int, float]:
+    def steady_step(
+        self, shape: StepShape, time_per_token: float | None, context: int = 0, num_prompt_tokens: int = 0
+    ) -> tuple[int, float]:
         """Return how many prompt tokens run in a step beside `shape` while prompts wait, and how long it takes.
 
-        `context` is how much of their prompts lies before these tokens.
+        `context` is how much of their prompts lies before these tokens, and `num_prompt_tokens` are theirs where none
+        of them was promised a time.
         """
-        seconds = self.comfortable_seconds(shape) if time_per_token is None else time_per_token * _TARGET_PART
+        seconds = self.comfortable_seconds(shape, num_prompt_tokens)
+        if time_per_token is not None:
+            seconds = time_per_token * _TARGET_PART
         tokens = self._prompt_tokens(seconds, shape, context)
         return tokens, self._times.model.seconds(with_prompt(shape, tokens, context))
 
@@ -123,7 +128,7 @@ class ServingPace(Pace):
 
     def batch_allowance(self, shape: StepShape) -> float:
         """How long a step may take with batch work in it, that takes `shape` without."""
-        return self._times.model.seconds(shape) * (1.0 + _BATCH_PART)
+        return self._times.model.seconds(shape) * (1.0 + BATCH_PART)
 
     def _decode_seconds(self, shape: StepShape) -> float:
         return self._times.model.seconds(shape) if shape.num_rows else 0.0

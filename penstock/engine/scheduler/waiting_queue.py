@@ -21,7 +21,7 @@ class WaitingQueue:
     """Every operation is logarithmic in the number of tenants and requests, beside moving a list's tail."""
 
     def __init__(self, quantum: float) -> None:
-        self._quantum = quantum
+        self.quantum = quantum
         self._levels: dict[LevelKey, Level] = {}
         self._order: list[Level] = []  # best first
         self._members: dict[int, RequestState] = {}
@@ -89,6 +89,10 @@ class WaitingQueue:
         """The counter of the tenant that got least, at each level where somebody waits."""
         return {level.key: level.least() for level in self._order if level.best() is not None}
 
+    def least_counter(self, level: LevelKey) -> float:
+        """The counter with which a tenant comes to this level that has not been there."""
+        return self._level(level).least()
+
     def age(self, now: float) -> None:
         """Let those rise that have waited long enough."""
         while self._risers and self._risers[0][0] <= now:
@@ -118,7 +122,7 @@ class WaitingQueue:
     def _level(self, key: LevelKey) -> Level:
         level = self._levels.get(key)
         if level is None:
-            level = self._levels[key] = Level(key, self._quantum)
+            level = self._levels[key] = Level(key, self.quantum)
             self._order = sorted(self._levels.values(), key=_level_key)
         return level
 
