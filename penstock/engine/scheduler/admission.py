@@ -23,6 +23,7 @@ _DEADLINE_PART = 0.93
 _LEAST_RETRY_SECONDS = 0.001
 # Who comes back too early comes for nothing, so what is told is so much more than what is foreseen.
 _RETRY_PART = 1.05
+_SHARED_RETRY_PART = 1.2  # where several tenants are there
 # ... and while it is only guessed how long a step takes.
 _LEAST_GUESSED_RETRY_SECONDS = 0.1
 # What is named as the least to ask for: so much over what is needed, since the next forecast is not quite this one.
@@ -209,7 +210,7 @@ class Admission:
                 break  # it was not only for a moment
             step_seconds = max(step_seconds, scene.rest_seconds) if fits else scene.rest_seconds
             seconds, has_fitted = scene.seconds, fits
-        return seconds * _RETRY_PART + step_seconds
+        return seconds * (_SHARED_RETRY_PART if outlook.is_shared else _RETRY_PART) + step_seconds
 
     def _wait_for_deadline(self, request: RequestState, forecast: Forecast, load: Load) -> float:
         """How long until the answer would end in time: fewer rows decode faster, and less stands before it."""

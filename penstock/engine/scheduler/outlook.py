@@ -96,7 +96,8 @@ class Outlook:
         self._others = [other for other in present if not _is_beside(other, request)]
         self._tightest = _tightest(self._members)
         self._is_promised = any([other.targets.ttft_seconds or other.deadline for other in present])
-        self._is_shared = len({id(other.account) for other in self._members}) > 1
+        # Between tenants it is not foreseen whose turn comes when.
+        self.is_shared = len({id(other.account) for other in self._members}) > 1
         self._gives_way = False
         self._others_seconds = self._longest_step(self._others)
 
@@ -124,8 +125,8 @@ class Outlook:
         heapq.heapify(self._rows)
         self._prompts.extend(self._prompt(other) for other in running if other.remaining > 1)
         waiting = [self._prompt(other) for other in sorted(requests, key=_urgency) if other.row is None]
-        if self._is_shared:
-            # Whose turn comes when is not foreseen: the longest answers last leaves rows free the latest.
+        if self.is_shared:
+            # With the longest answers last rows are free the latest.
             waiting.sort(key=_length)
         self._prompts.extend(waiting)
         self._num_prompt_tokens = sum([prompt.tokens for prompt in self._prompts])
@@ -161,7 +162,7 @@ class Outlook:
         if not prompt.has_row:
             self._num_free_rows -= 1
             self._num_free_blocks -= prompt.num_blocks
-        self._draw(_SHARED_DRAW_PART * num_steps if self._is_shared else num_steps)
+        self._draw(_SHARED_DRAW_PART * num_steps if self.is_shared else num_steps)
         # The step that is planned when an answer ends still has its row in it.
         heapq.heappush(self._rows, (self._steps + prompt.answer_tokens + 1, prompt.num_blocks))
         self._context += prompt.tokens
@@ -171,8 +172,9 @@ class Outlook:
         self._steps += num_steps
         self._context += num_steps * len(self._rows)
         while self._rows and self._rows[0][0] <= self._steps + 1e-9:
-            self._context -= self._context / len(self._rows)
+            mean_context = self._context / len(self._rows)
             _, num_blocks = heapq.heappop(self._rows)
+            self._context -= min(mean_context, num_blocks * self._load.block_tokens)
             self._num_free_rows += 1
             self._num_free_blocks += num_blocks
 

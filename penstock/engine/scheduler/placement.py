@@ -11,6 +11,7 @@ from penstock.engine.cache.kv_cache import NO_MATCH, KvCache
 from penstock.engine.metrics import EngineMetrics
 from penstock.engine.scheduler.answer_lengths import AnswerLengths
 from penstock.engine.scheduler.pace import Ready
+from penstock.engine.scheduler.parked import Parked
 from penstock.engine.scheduler.precedence import Order, displaced_by, give_way
 from penstock.engine.scheduler.request_state import LevelKey, RequestState
 from penstock.engine.scheduler.step_plan import BlockAssignment, RowStart, StepPlan
@@ -40,7 +41,7 @@ class Placement:
         self.metrics = metrics
         self.running: list[RequestState] = []  # best first: the last is the first to be preempted
         self.waiting = WaitingQueue(quantum)
-        self.parked: dict[int, RequestState] = {}  # those that wait and still hold their blocks
+        self.parked = Parked()
         self.free_rows = list(range(max_running - 1, -1, -1))
         self.lengths = AnswerLengths(expected_output_tokens)
         self.firmly_promised = 0  # blocks set aside for requests that may not be preempted again
@@ -81,8 +82,8 @@ class Placement:
     def start(self, plan: StepPlan, request: RequestState) -> bool:
         """Give a waiting request a row and its cached prefix, if the blocks it is promised are there."""
         promise = self.cache.blocks_for(self._expected_total(request))
-        if request.number in self.parked:
-            del self.parked[request.number]
+        if request in self.parked:
+            self.parked.discard(request)
         else:
             match = NO_MATCH if request.params.prompt_logprobs else self.cache.match(request.cache, request.tokens)
             if not self._find_blocks(plan, request, promise - match.num_held_blocks):
@@ -114,7 +115,7 @@ class Placement:
 
     def resume_parked(self, plan: StepPlan) -> None:
         """Blocks are short: let those go on that hold theirs, so that some come free."""
-        for request in sorted(self.parked.values(), key=rank):
+        for request in sorted(self.parked, key=rank):
             if self.free_rows and not request.in_flight:
                 self.start(plan, request)
 
@@ -136,12 +137,12 @@ class Placement:
         self._leave_row(request)
         if request.num_preemptions < MAX_PREEMPTIONS:
             self._promise(request, 0)
-        self.parked[request.number] = request
+        self.parked.add(request)
         self.waiting.push(request, self._clock())
 
     def preempt(self, request: RequestState) -> None:
         """Take a request's blocks. Full ones keep their names, so most of its work is found again."""
-        if request.number in self.parked:
+        if request in self.parked:
             self.waiting.remove(request)
         else:
             self._leave_row(request)
@@ -182,7 +183,7 @@ class Placement:
         """The worst of those that hold blocks without a row, at this level or below."""
         candidates = [
             request
-            for request in self.parked.values()
+            for request in self.parked
             if request.num_preemptions < MAX_PREEMPTIONS and request.level >= level
         ]
         return max(candidates, key=rank, default=None)
@@ -218,7 +219,7 @@ class Placement:
         self.waiting.change_rows(request, -1)
 
     def _free_blocks(self, request: RequestState, *, forget: bool = False) -> None:
-        self.parked.pop(request.number, None)
+        self.parked.discard(request)
         self._promise(request, 0)
         self.cache.free(request.cache, forget=forget)
 

@@ -5,7 +5,7 @@ time.
 """
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from penstock.engine.own_requests import is_own
@@ -77,17 +77,18 @@ class QueuePlaces:
 
     def _num_queued(self, tier: int) -> int:
         """Requests that wait and are not about to go on with the blocks they hold."""
-        return self._placement.waiting.num_of_tier(tier) - len(_of_tier(list(self._placement.parked.values()), tier))
+        return self._placement.waiting.num_of_tier(tier) - self._placement.parked.num_of_tier(tier)
 
     def _num_own(self, tenant: str, tier: int) -> int:
-        parked = _of_tier(list(self._placement.parked.values()), tier)
-        return self._placement.waiting.num_of_tenant(tenant, tier) - sum([other.tenant == tenant for other in parked])
+        waiting, parked = self._placement.waiting, self._placement.parked
+        return waiting.num_of_tenant(tenant, tier) - parked.num_of_tenant(tenant, tier)
 
     def _num_rows_for(self, tier: int) -> int:
         """Rows that nobody has who may keep it: batch requests give theirs up to online ones."""
         num_free = len(self._placement.free_rows)
         if tier == 0:
-            return num_free + len(_of_tier(self._placement.running, 1))
+            running = self._placement.running  # best first
+            return num_free + len(running) - bisect_left(running, 1, key=_tier)
         return max(0, num_free - self._num_queued(0))
 
 
@@ -102,5 +103,5 @@ def _of_answers(wanted: int) -> str:
     return f", too few for {wanted} answers of this call" if wanted > 1 else ""
 
 
-def _of_tier(requests: Sequence[RequestState], tier: int) -> list[RequestState]:
-    return [request for request in requests if request.level[0] == tier]
+def _tier(request: RequestState) -> int:
+    return request.level[0]

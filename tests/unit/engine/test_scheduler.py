@@ -107,6 +107,7 @@ def assert_clean(engine):
     placement = scheduler.placement
     assert placement.firmly_promised == placement.loosely_promised == 0
     assert not placement.parked
+    assert placement.parked.num_of_tier(0) == placement.parked.num_of_tier(1) == 0
     assert not engine._numbers
 
 
