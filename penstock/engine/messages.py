@@ -25,7 +25,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     weight: float = 1.0  # the tenant's share of a busy engine, against others of its priority
     priority: int = 0  # larger runs earlier
     targets: Targets = NO_TARGETS  # refused if they cannot be met, unless best_effort
-    deadline: float | None = None  # time.monotonic() at which it ends, whatever it has got
+    deadline_seconds: float | None = None  # so long after its arrival it ends, whatever it has got
     best_effort: bool = False  # rather late than refused
     tier: Tier = Tier.ONLINE
     num_answer_tokens: int = 0  # trailing tokens of the prompt that are the beginning of an answer given elsewhere

@@ -24,7 +24,6 @@ from penstock.server.readiness import Readiness
 from penstock.server.shared_prefixes import SharedPrefixes
 from penstock.server.terms import Terms, agree, agree_on_batch
 from penstock.store.database import Database
-from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
 
 
@@ -57,11 +56,11 @@ class ServerContext:
         if name not in self.served_names or not (caller.may_use(name) or caller.may_use(asked)):
             raise UnknownModel(name, self.models_for(caller))
 
-    def terms(self, wanted: GenerationRequest, caller: Caller, record: RequestRecord, tier: Tier) -> Terms:
+    def terms(self, wanted: GenerationRequest, caller: Caller, tier: Tier) -> Terms:
         """Agree on how soon and before whom a request is served."""
         if tier is Tier.BATCH:
             return agree_on_batch(wanted, caller.terms)
-        return agree(wanted, caller.terms, self.config.targets, record.arrival)
+        return agree(wanted, caller.terms, self.config.targets)
 
     def engine_info(self, caller: Caller) -> EngineInfo:
         """Return what the engine said of itself, with the caller's longest context where that is shorter.

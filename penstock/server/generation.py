@@ -107,7 +107,7 @@ async def begin_answer(
                     weight=terms.weight,
                     priority=terms.priority,
                     targets=terms.targets,
-                    deadline=terms.deadline,
+                    deadline_seconds=terms.deadline_seconds,
                     best_effort=terms.best_effort,
                     tier=terms.tier,
                     num_answer_tokens=len(so_far),

@@ -18,7 +18,7 @@ class Terms:
     weight: float = 1.0
     priority: int = 0
     targets: Targets = NO_TARGETS
-    deadline: float | None = None
+    deadline_seconds: float | None = None
     best_effort: bool = False
     tier: Tier = Tier.ONLINE
 
@@ -31,8 +31,8 @@ def agree_on_batch(wanted: GenerationRequest, key: KeyTerms) -> Terms:
     return Terms(weight=key.weight, priority=_priority(wanted.priority, key.priority), tier=Tier.BATCH)
 
 
-def agree(wanted: GenerationRequest, key: KeyTerms, server: Targets, arrival: float) -> Terms:
-    """Return the terms of a request that arrived at `arrival` on the monotonic clock. Raises InvalidParameter."""
+def agree(wanted: GenerationRequest, key: KeyTerms, server: Targets) -> Terms:
+    """Return the terms of a request. Raises InvalidParameter."""
     own = wanted.wanted_targets()
     ttft = _first(own.ttft_seconds, key.targets.ttft_seconds, server.ttft_seconds)
     per_token = _first(own.time_per_token_seconds, key.targets.time_per_token_seconds, server.time_per_token_seconds)
@@ -40,7 +40,7 @@ def agree(wanted: GenerationRequest, key: KeyTerms, server: Targets, arrival: fl
         weight=key.weight,
         priority=_priority(wanted.priority, key.priority),
         targets=Targets(ttft, per_token),
-        deadline=None if wanted.deadline_ms is None else arrival + wanted.deadline_ms / 1000,
+        deadline_seconds=None if wanted.deadline_ms is None else wanted.deadline_ms / 1000,
         best_effort=bool(wanted.best_effort),
     )
 

@@ -23,6 +23,7 @@ _DEADLINE_PART = 0.93
 _LEAST_RETRY_SECONDS = 0.001
 # Who comes back too early comes for nothing, so what is told is so much more than what is foreseen.
 _RETRY_PART = 1.05
+_FORESEEN_PART = 0.98  # and of the time that a forecast may use, what it may use of a later moment
 _SHARED_RETRY_PART = 1.2  # where several tenants are there
 # ... and while it is only guessed how long a step takes.
 _LEAST_GUESSED_RETRY_SECONDS = 0.1
@@ -100,7 +101,7 @@ class Admission:
             return None
         ttft, time_per_token = request.targets.ttft_seconds, request.targets.time_per_token_seconds
         call = load.call_shape(request)
-        if ttft is not None or request.deadline is not None:
+        if ttft is not None or request.deadline_seconds is not None:
             alone = self._alone_seconds(tokens_asked(request))
             longest_way = max(_WAY_SECONDS, _WAY_PART * alone)
             need, enough = alone, alone + longest_way
@@ -109,8 +110,8 @@ class Admission:
             if ttft is not None and need > ttft * _TTFT_PART:
                 return _unreachable("targets.ttft_ms", ttft, enough / _TTFT_PART)
             answer = self._answer_seconds(request, call, call)
-            if request.deadline is not None and need + answer > _deadline_seconds(request):
-                wanted = request.deadline - request.arrival
+            wanted = request.deadline_seconds
+            if wanted is not None and need + answer > _deadline_room(request):
                 return _unreachable("deadline_ms", wanted, (enough + answer) / _DEADLINE_PART)
         if time_per_token is not None and not request.is_batch:
             least = self._times.model.seconds(call)
@@ -122,7 +123,7 @@ class Admission:
         """Return which of the request's terms cannot be kept now, if one cannot."""
         if request.best_effort or not self._times.model.is_trusted:
             return None
-        ttft, deadline, tightest = request.targets.ttft_seconds, _deadline_seconds(request), forecast.tightest_target
+        ttft, deadline, tightest = request.targets.ttft_seconds, _deadline_room(request), forecast.tightest_target
         if ttft is not None and forecast.ttft_seconds > ttft * _TTFT_PART:
             return "ttft"
         if forecast.ttft_seconds + forecast.answer_seconds > deadline:
@@ -197,24 +198,28 @@ class Admission:
 
     def _wait_for_ttft(self, request: RequestState, load: Load, now: float) -> float:
         """How long until the first token would come in time, if nobody else came."""
-        room = (request.targets.ttft_seconds or 0.0) * _TTFT_PART
+        room = (request.targets.ttft_seconds or 0.0) * _TTFT_PART * _FORESEEN_PART
         seconds = step_seconds = 0.0
         has_fitted = False
         outlook = Outlook(request, load, self._times, self._pace, now)
         # Others may be done sooner than is foreseen: then it must be in time behind them too.
-        fits_behind = self._forecast(request, load, outlook.scene_behind()).ttft_seconds <= room
-        for scene in outlook.scenes():
-            fits = fits_behind or scene.is_behind
-            fits = fits and self._forecast(request, load, scene).ttft_seconds <= room
+        fits_behind = self._fits(request, load, outlook.scene_behind(), room)
+        for scene in outlook.scenes(room):
+            # Whether rows will draw tokens beside it or pause for it is not foreseen.
+            views = (scene, replace(scene, decoding=StepShape(), tightest_target=None))
+            fits = (fits_behind or scene.is_behind) and all(self._fits(request, load, view, room) for view in views)
             if fits and has_fitted:
                 break  # it was not only for a moment
             step_seconds = max(step_seconds, scene.rest_seconds) if fits else scene.rest_seconds
             seconds, has_fitted = scene.seconds, fits
         return seconds * (_SHARED_RETRY_PART if outlook.is_shared else _RETRY_PART) + step_seconds
 
+    def _fits(self, request: RequestState, load: Load, scene: Scene, room: float) -> bool:
+        return self._forecast(request, load, scene).ttft_seconds <= room
+
     def _wait_for_deadline(self, request: RequestState, forecast: Forecast, load: Load) -> float:
         """How long until the answer would end in time: fewer rows decode faster, and less stands before it."""
-        room = _deadline_seconds(request) - forecast.ttft_seconds
+        room = _deadline_room(request) - forecast.ttft_seconds
         call = load.call_shape(request)
         context = sum([other.computed for other in load.running]) / max(1, len(load.running))
         for num_ended, (steps, _) in enumerate(expected_endings(load.running, load.lengths), start=1):
@@ -260,22 +265,17 @@ class Admission:
         return (steps + max(rows_short, 1) * mean_left / max(1, num_rows)) * step_seconds
 
 
-def _deadline_seconds(request: RequestState) -> float:
+def _deadline_room(request: RequestState) -> float:
     """How long after its arrival a forecast may let the request end."""
-    return math.inf if request.deadline is None else (request.deadline - request.arrival) * _DEADLINE_PART
+    return math.inf if request.deadline_seconds is None else request.deadline_seconds * _DEADLINE_PART
 
 
 def _unreachable(param: str, wanted_seconds: float, least_seconds: float) -> TargetUnreachable:
     return TargetUnreachable(
-        f"{param}: {_asked_milliseconds(wanted_seconds)} ms cannot be kept here, even if nothing else ran; "
+        f"{param}: {wanted_seconds * 1000:g} ms cannot be kept here, even if nothing else ran; "
         f"give at least {_named_milliseconds(least_seconds)}, or best_effort",
         param=param,
     )
-
-
-def _asked_milliseconds(seconds: float) -> str:
-    """What the caller gave, as far as the clock tells: of a deadline less than a microsecond is lost in it."""
-    return f"{seconds * 1000:g}" if seconds >= 1e-6 else "under 0.001"
 
 
 def _named_milliseconds(seconds: float) -> str:

@@ -41,6 +41,14 @@ class Queue:
     placed_tokens: float = 0.0
     placed_requests: float = 0.0
 
+    def add(self, num_tokens: int, num_requests: int, *, is_placed: bool) -> None:
+        """A request of so many tokens comes (1) or goes (-1)."""
+        self.tokens += num_tokens * num_requests
+        self.requests += num_requests
+        if is_placed:
+            self.placed_tokens += num_tokens * num_requests
+            self.placed_requests += num_requests
+
 
 def tokens_asked(request: RequestState) -> int:
     """Prompt tokens to run until the first tokens of all answers of the request's call."""
@@ -81,9 +89,7 @@ def ahead_of(request: RequestState, load: Load) -> Queue:
     claim, queue = Claim.of(request, load), Queue()
     for other in load.running:
         if other.remaining > 1 and not claim.passes(other):
-            queue.placed_tokens += other.remaining
-            queue.placed_requests += 1
-    queue.tokens, queue.requests = queue.placed_tokens, queue.placed_requests
+            queue.add(other.remaining, 1, is_placed=True)
     own = request.account
     before = [entry[2].queued_tokens for entry in own.waiting if entry[0] <= request.due]
     own_tokens = sum(before)

@@ -18,7 +18,9 @@ from penstock.engine.scheduler.step_times import StepTimes
 from penstock.engine.scheduler.waiting_queue import AGEING_SECONDS
 
 # However much the engine has taken on, it is looked at so often at most.
-_MOST_SCENES = 128
+_MOST_SCENES = 64
+# Prompts that take so many times as long as there is time need not be looked at more closely.
+_FAR_TIMES = 2.0
 # A longer backlog makes longer steps; it is looked at in parts of so many tokens.
 _BACKLOG_TOKENS = 4096
 # While prompts of several tenants run, rows pause for some of them: they draw a token in this part of the steps.
@@ -67,6 +69,7 @@ def scene_now(request: RequestState, load: Load, times: StepTimes, now: float) -
 @dataclass(slots=True)
 class _Prompt:
     tokens: int
+    context_tokens: int  # those, and what has been computed
     answer_tokens: float
     num_blocks: int  # that it needs and has not got
     level: LevelKey
@@ -90,12 +93,14 @@ class Outlook:
         self._rows: list[tuple[float, int]] = []
         self._prompts: deque[_Prompt] = deque()
         self._num_prompt_tokens = 0
+        self._num_risen = 1  # by how many levels those who wait will have risen
+        self._ahead = Queue()
         self._steady: dict[tuple[int, int], tuple[int, float]] = {}  # by rows and prompt tokens
         present = [*load.running, *load.waiting]
         self._members = [other for other in present if _is_beside(other, request)]
         self._others = [other for other in present if not _is_beside(other, request)]
         self._tightest = _tightest(self._members)
-        self._is_promised = any([other.targets.ttft_seconds or other.deadline for other in present])
+        self._is_promised = any([other.targets.ttft_seconds or other.deadline_seconds for other in present])
         # Between tenants it is not foreseen whose turn comes when.
         self.is_shared = len({id(other.account) for other in self._members}) > 1
         self._gives_way = False
@@ -105,17 +110,20 @@ class Outlook:
         """What the request would find where all but a worse tier have ended."""
         return replace(self._scene(), decoding=StepShape(), ahead=Queue(), may_displace=True)
 
-    def scenes(self) -> Iterator[Scene]:
-        """Yield what the request would find, later and later, until nothing is left of the load."""
+    def scenes(self, room: float) -> Iterator[Scene]:
+        """Yield what the request would find, later and later, until nothing is left of the load.
+
+        What is far from giving it its first token within `room` seconds is left out.
+        """
         # Rows of a worse tier are there for whoever comes.
         num_lent = sum([other.row is not None for other in self._others])
         self._num_free_rows += num_lent
         self._take_in(self._members)
-        yield from self._play()
+        yield from self._play(room)
         self._num_free_rows -= num_lent
         self._gives_way = True
         self._take_in(self._others)
-        yield from self._play()
+        yield from self._play(room)
 
     def _take_in(self, requests: Sequence[RequestState]) -> None:
         running = [other for other in requests if other.row is not None]
@@ -130,17 +138,22 @@ class Outlook:
             waiting.sort(key=_length)
         self._prompts.extend(waiting)
         self._num_prompt_tokens = sum([prompt.tokens for prompt in self._prompts])
+        self._ahead = self._find_ahead()
         self._steady.clear()
 
-    def _play(self) -> Iterator[Scene]:
+    def _play(self, room: float) -> Iterator[Scene]:
         num_events = max(1, math.ceil((len(self._rows) + 2 * len(self._prompts)) / _MOST_SCENES))
         while self._rows or self._prompts:
             for _ in range(num_events):
                 self._advance()
-            yield self._scene()
+            if not self._is_far(room):
+                yield self._scene()
 
     def _advance(self) -> None:
         """Go on to the end of a prompt or of an answer."""
+        if self._seconds > self._num_risen * AGEING_SECONDS:
+            self._num_risen = 1 + int(self._seconds / AGEING_SECONDS)
+            self._ahead = self._find_ahead()
         if self._prompts and self._can_run(self._prompts[0]):
             self._run_prompt(self._prompts.popleft())
         elif self._rows:
@@ -159,13 +172,15 @@ class Outlook:
             num_steps = math.ceil(num_steps)
         self._seconds += num_steps * self._slowed(step_seconds)
         self._num_prompt_tokens -= prompt.tokens
+        if self._is_ahead(prompt):
+            self._ahead.add(prompt.tokens, -1, is_placed=prompt.has_row)
         if not prompt.has_row:
             self._num_free_rows -= 1
             self._num_free_blocks -= prompt.num_blocks
         self._draw(_SHARED_DRAW_PART * num_steps if self.is_shared else num_steps)
         # The step that is planned when an answer ends still has its row in it.
         heapq.heappush(self._rows, (self._steps + prompt.answer_tokens + 1, prompt.num_blocks))
-        self._context += prompt.tokens
+        self._context += prompt.context_tokens
 
     def _draw(self, num_steps: float) -> None:
         """Draw so many tokens of each answer, and end those that are whole."""
@@ -180,11 +195,13 @@ class Outlook:
 
     def _steady_step(self) -> tuple[int, float]:
         backlog = 0 if self._is_promised else self._num_prompt_tokens // _BACKLOG_TOKENS * _BACKLOG_TOKENS
-        steady = self._steady.get((len(self._rows), backlog))
+        # Among many rows a few more or less change little.
+        rows = len(self._rows) if len(self._rows) < 8 else len(self._rows) // 8 * 8
+        steady = self._steady.get((rows, backlog))
         if steady is None:
             paced_by = self._tightest if self._rows else None
             steady = self._pace.steady_step(self._shape, paced_by, num_prompt_tokens=backlog)
-            self._steady[len(self._rows), backlog] = steady
+            self._steady[rows, backlog] = steady
         return steady
 
     @property
@@ -218,7 +235,7 @@ class Outlook:
             rest_seconds=rest if self._gives_way else max(self._slowed(rest), self._others_seconds),
             decoding=StepShape() if self._gives_way else shape,
             tightest_target=self._tightest if self._rows and not self._gives_way else None,
-            ahead=Queue() if self._gives_way else self._ahead(),
+            ahead=Queue() if self._gives_way else replace(self._ahead),
             is_behind=self._gives_way,
             has_prompts=bool(self._prompts) and not self._gives_way,
             num_free_rows=self._num_free_rows,
@@ -228,20 +245,31 @@ class Outlook:
             waiting_answers=lambda: [prompt.answer_tokens for prompt in self._prompts],
         )
 
-    def _ahead(self) -> Queue:
+    def _find_ahead(self) -> Queue:
         """All prompts that are left: whoever comes later is due later, and others have risen."""
-        num_risen = 1 + int(self._seconds / AGEING_SECONDS)
+        queue = Queue()
+        for prompt in self._prompts:
+            if self._is_ahead(prompt):
+                queue.add(prompt.tokens, 1, is_placed=prompt.has_row)
+        return queue
+
+    def _is_ahead(self, prompt: _Prompt) -> bool:
         tier, rank = self._level
-        before = [prompt for prompt in self._prompts if prompt.level <= (tier, rank + num_risen)]
-        tokens = sum([prompt.tokens for prompt in before])
-        placed = [prompt.tokens for prompt in before if prompt.has_row]
-        return Queue(tokens, len(before), sum(placed), len(placed))
+        return prompt.level <= (tier, rank + self._num_risen)
+
+    def _is_far(self, room: float) -> bool:
+        if self._gives_way or not self._prompts:
+            return False
+        chunk, step_seconds = self._steady_step()
+        return self._ahead.tokens / max(1, chunk) * step_seconds > _FAR_TIMES * room
 
     def _prompt(self, request: RequestState) -> _Prompt:
         answer = self._load.lengths.expected_left(request)
         held = len(request.cache.blocks) + request.promised_blocks
         total = math.ceil((request.known + answer) / self._load.block_tokens)
-        return _Prompt(request.remaining, answer, max(0, total - held), request.level, request.row is not None)
+        return _Prompt(
+            request.remaining, request.known, answer, max(0, total - held), request.level, request.row is not None
+        )
 
 
 def _is_beside(other: RequestState, request: RequestState) -> bool:

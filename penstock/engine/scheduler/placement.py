@@ -182,9 +182,7 @@ class Placement:
     def _parked_victim(self, level: LevelKey) -> RequestState | None:
         """The worst of those that hold blocks without a row, at this level or below."""
         candidates = [
-            request
-            for request in self.parked
-            if request.num_preemptions < MAX_PREEMPTIONS and request.level >= level
+            request for request in self.parked if request.num_preemptions < MAX_PREEMPTIONS and request.level >= level
         ]
         return max(candidates, key=rank, default=None)
 

@@ -24,7 +24,7 @@ def note_end(metrics: EngineMetrics, request: RequestState) -> None:
         num_gaps = request.num_output_tokens - 1
         if num_gaps > 0:
             _count(metrics, "time_per_token", (last - first) / num_gaps <= target)
-    if request.deadline is not None and not request.best_effort:
+    if request.deadline_seconds is not None and not request.best_effort:
         _count(metrics, "deadline", True)
 
 

@@ -95,5 +95,5 @@ class PromptChunks:
 
 def _gives_way(request: RequestState, first: RequestState) -> bool:
     """Whether a prompt is of a tenant that holds more than the first one's, and no time was promised to it."""
-    is_promised = request.targets.ttft_seconds is not None or request.deadline is not None
+    is_promised = request.targets.ttft_seconds is not None or request.deadline_seconds is not None
     return not is_promised and request.account.share > first.account.share

@@ -54,7 +54,7 @@ class RequestState:
     tenant: str = ""
     adapter: str = ""
     targets: Targets = NO_TARGETS
-    deadline: float | None = None
+    deadline_seconds: float | None = None  # behind its arrival
     best_effort: bool = False
     call_tokens: int | None = None  # see Submit
     call_answers: int = 1  # see Submit
@@ -77,6 +77,11 @@ class RequestState:
         if self.max_total_tokens - self.num_prompt_tokens <= 1:
             # No time passes between the tokens of an answer that has one.
             self.targets = Targets(self.targets.ttft_seconds)
+
+    @property
+    def deadline(self) -> float | None:
+        """When it ends, whatever it has got."""
+        return None if self.deadline_seconds is None else self.arrival + self.deadline_seconds
 
     @property
     def known(self) -> int:

@@ -151,7 +151,7 @@ class Scheduler:
             tenant=submit.tenant,
             adapter=submit.adapter,
             targets=submit.targets,
-            deadline=submit.deadline,
+            deadline_seconds=submit.deadline_seconds,
             best_effort=submit.best_effort,
             call_tokens=submit.call_tokens,
             call_answers=submit.call_answers,

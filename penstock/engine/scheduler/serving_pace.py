@@ -85,7 +85,7 @@ class ServingPace(Pace):
         prompts = [request for request, remaining in ready if remaining > 1]
         prompts.extend(waiting)
         # Who was promised a time was promised it with short steps.
-        is_promised = any([request.targets.ttft_seconds or request.deadline for request in prompts])
+        is_promised = any([request.targets.ttft_seconds or request.deadline_seconds for request in prompts])
         num_tokens = 0 if is_promised else sum([request.remaining for request in prompts])
         return self.comfortable_seconds(decode_shape(ready), num_tokens)
 

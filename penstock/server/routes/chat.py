@@ -66,7 +66,7 @@ async def begin_chat(
     max_tokens, num_logprobs = chat.answer_limit(), chat.num_logprobs()
     params = chat.sampling_params(max_tokens=max_tokens, logprobs=num_logprobs)
     params.validate(info.vocab_size)
-    terms = context.terms(chat, caller, record, tier)
+    terms = context.terms(chat, caller, tier)
     prompt = await chat_prompt(context, chat.messages, info)
     check_prompt(prompt, info, param="messages")
     limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"

@@ -66,7 +66,7 @@ async def begin_completion(
     info = open_call(context, caller, record, wanted, kind="cmpl", num_prompts=len(wanted.prompt))
     params = _params(wanted)
     params.validate(info.vocab_size)
-    terms = context.terms(wanted, caller, record, tier)
+    terms = context.terms(wanted, caller, tier)
     prompts = [await _prompt(context, prompt, info) for prompt in wanted.prompt]
     for prompt in prompts:
         check_prompt(prompt, info, param="prompt")

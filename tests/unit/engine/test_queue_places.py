@@ -135,7 +135,7 @@ def test_a_refused_call_counts_once_whatever_it_was_refused_for(num_answers):
     flood(engine, "", num_answers)
     hopeless = call(engine, "hopeless", num_answers, targets=Targets(time_per_token_seconds=1e-6))
     assert hopeless.last.error_code == TargetUnreachable.code
-    assert call(engine, "late", num_answers, deadline=-1.0, best_effort=True).refused
+    assert call(engine, "late", num_answers, deadline_seconds=-1.0, best_effort=True).refused
     refused = engine.engine.stats().num_refused
     assert {reason: count for reason, count in refused.items() if count} == {
         "queue_full": 1,
