@@ -192,6 +192,7 @@ class Outlook:
             self._context -= min(mean_context, num_blocks * self._load.block_tokens)
             self._num_free_rows += 1
             self._num_free_blocks += num_blocks
+        self._context = self._context if self._rows else 0.0
 
     def _steady_step(self) -> tuple[int, float]:
         backlog = 0 if self._is_promised else self._num_prompt_tokens // _BACKLOG_TOKENS * _BACKLOG_TOKENS
