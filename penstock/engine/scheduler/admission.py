@@ -119,30 +119,26 @@ class Admission:
                 return _unreachable("targets.time_per_token_ms", time_per_token, least / _TIME_PER_TOKEN_PART)
         return None
 
-    def check(self, request: RequestState, forecast: Forecast) -> str | None:
-        """Return which of the request's terms cannot be kept now, if one cannot."""
+    def check(self, request: RequestState, forecast: Forecast, part: float = 1.0) -> str | None:
+        """Return which of the request's terms cannot be kept, if one cannot, in this part of the time there is."""
         if request.best_effort or not self._times.model.is_trusted:
             return None
         ttft, deadline, tightest = request.targets.ttft_seconds, _deadline_room(request), forecast.tightest_target
-        if ttft is not None and forecast.ttft_seconds > ttft * _TTFT_PART:
+        if ttft is not None and forecast.ttft_seconds > ttft * _TTFT_PART * part:
             return "ttft"
-        if forecast.ttft_seconds + forecast.answer_seconds > deadline:
+        if forecast.ttft_seconds + forecast.answer_seconds > deadline * part:
             return "deadline"
-        if tightest is not None and not request.is_batch and forecast.token_seconds > tightest * _TIME_PER_TOKEN_PART:
-            return "time_per_token"
-        return None
+        longest = math.inf if tightest is None or request.is_batch else tightest * _TIME_PER_TOKEN_PART
+        return "time_per_token" if forecast.token_seconds > longest * part else None
 
     def refusal(self, reason: str, request: RequestState, forecast: Forecast, load: Load, now: float) -> Overloaded:
         """Say no, and when the forecast would be a yes."""
+        wait = self._wait(request, load, now)
         if reason == "time_per_token":
-            endings = expected_endings(load.running, load.lengths)
-            wait = (endings[0][0] if endings else 1.0) * forecast.token_seconds
             message = "the batch is as large as the time per token that was promised allows"
         elif reason == "ttft":
-            wait = self._wait_for_ttft(request, load, now)
             message = f"the first token would come after {forecast.ttft_seconds * 1000:.0f} ms, later than asked for"
         else:
-            wait = self._wait_for_deadline(request, forecast, load)
             seconds = forecast.ttft_seconds + forecast.answer_seconds
             message = f"the answer would end after {seconds * 1000:.0f} ms at the soonest, later than its deadline"
         message += "; try again after the time in Retry-After, or accept a late answer with best_effort"
@@ -196,37 +192,26 @@ class Admission:
         context = shape.context_tokens + call.num_rows * (num_each - 1) // 2
         return num_steps * self._times.model.seconds(StepShape(shape.num_rows, context))
 
-    def _wait_for_ttft(self, request: RequestState, load: Load, now: float) -> float:
-        """How long until the first token would come in time, if nobody else came."""
-        room = (request.targets.ttft_seconds or 0.0) * _TTFT_PART * _FORESEEN_PART
+    def _wait(self, request: RequestState, load: Load, now: float) -> float:
+        """How long until all of the request's terms could be kept, if nobody else came."""
         seconds = step_seconds = 0.0
         has_fitted = False
         outlook = Outlook(request, load, self._times, self._pace, now)
         # Others may be done sooner than is foreseen: then it must be in time behind them too.
-        fits_behind = self._fits(request, load, outlook.scene_behind(), room)
-        for scene in outlook.scenes(room):
+        fits_behind = self._fits(request, load, outlook.scene_behind())
+        room = request.targets.ttft_seconds
+        for scene in outlook.scenes(math.inf if room is None else room * _TTFT_PART):
             # Whether rows will draw tokens beside it or pause for it is not foreseen.
             views = (scene, replace(scene, decoding=StepShape(), tightest_target=None))
-            fits = (fits_behind or scene.is_behind) and all(self._fits(request, load, view, room) for view in views)
+            fits = (fits_behind or scene.is_behind) and all(self._fits(request, load, view) for view in views)
             if fits and has_fitted:
                 break  # it was not only for a moment
             step_seconds = max(step_seconds, scene.rest_seconds) if fits else scene.rest_seconds
             seconds, has_fitted = scene.seconds, fits
         return seconds * (_SHARED_RETRY_PART if outlook.is_shared else _RETRY_PART) + step_seconds
 
-    def _fits(self, request: RequestState, load: Load, scene: Scene, room: float) -> bool:
-        return self._forecast(request, load, scene).ttft_seconds <= room
-
-    def _wait_for_deadline(self, request: RequestState, forecast: Forecast, load: Load) -> float:
-        """How long until the answer would end in time: fewer rows decode faster, and less stands before it."""
-        room = _deadline_room(request) - forecast.ttft_seconds
-        call = load.call_shape(request)
-        context = sum([other.computed for other in load.running]) / max(1, len(load.running))
-        for num_ended, (steps, _) in enumerate(expected_endings(load.running, load.lengths), start=1):
-            rows = max(call.num_rows, forecast.rows_after - num_ended)
-            if self._answer_seconds(request, StepShape(rows, int(rows * (context + steps))), call) <= room:
-                return steps * forecast.token_seconds
-        return forecast.answer_seconds - room
+    def _fits(self, request: RequestState, load: Load, scene: Scene) -> bool:
+        return self.check(request, self._forecast(request, load, scene), _FORESEEN_PART) is None
 
     def _alone_seconds(self, num_tokens: int) -> float:
         chunk, seconds = self._pace.steady_step(StepShape(), None, num_tokens // 2)
