@@ -1,4 +1,4 @@
-"""Whoever is refused for its first token and waits as told is let in, whoever else is there; and is in time."""
+"""Whoever is refused and waits as told is let in, whoever else is there; and is in time."""
 
 import random
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.own_requests import WARM_UP
 from penstock.errors import Overloaded
-from penstock.request import Targets, Tier
+from penstock.request import FinishReason, Targets, Tier
 from tests.fakes.virtual_engine import VirtualEngine, request
 
 WARM_UP_TOKENS = (4096, 2048, 1024, 512, 256, 128, 64, 16)
@@ -50,12 +50,19 @@ def load_of(rng, tenants, num_requests, start, span):
         yield request(f"{index}", start + rng.random() * span, **sizes, **who, **terms)
 
 
-def refusals(engine):
-    return engine.engine.stats().num_refused["ttft"]
+def terms_of(reason, slack, prompt):
+    """What to ask for: `slack` times what an idle engine needs for the prompt and 32 tokens."""
+    first = 0.006 + 19e-6 * prompt
+    if reason == "ttft":
+        return {"targets": Targets(ttft_seconds=slack * first / 0.85)}
+    if reason == "time_per_token":
+        return {"targets": Targets(time_per_token_seconds=min(slack, 1.5) * 0.0042 / 0.93)}
+    return {"deadline_seconds": slack * (first + 32 * 0.0042) / 0.93}
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
+    reason=st.sampled_from(["ttft", "ttft", "time_per_token", "deadline"]),
     seed=st.integers(0, 2**32),
     num_tenants=st.integers(1, 4),
     num_requests=st.integers(15, 120),
@@ -66,7 +73,7 @@ def refusals(engine):
     is_new=st.booleans(),
 )
 def test_whoever_waits_as_told_is_let_in_and_in_time_whoever_else_is_there(
-    seed, num_tenants, num_requests, max_running, span, prompt, slack, is_new
+    reason, seed, num_tenants, num_requests, max_running, span, prompt, slack, is_new
 ):
     rng = random.Random(seed)
     engine = warmed_engine(max_running)
@@ -77,24 +84,25 @@ def test_whoever_waits_as_told_is_let_in_and_in_time_whoever_else_is_there(
     engine.run(load, until=begun)
     engine.clock.now = max(engine.clock.now, begun)
     who = tenant(rng, "new") if is_new else rng.choice(tenants)
-    target = slack * (0.006 + 19e-6 * prompt) / 0.85
+    terms = {**who, "tier": Tier.ONLINE, **terms_of(reason, slack, prompt)}
 
     def ask(name):
-        terms = {**who, "tier": Tier.ONLINE, "targets": Targets(ttft_seconds=target)}
-        return engine.submit(request(name, engine.clock.now, prompt=prompt, answer=8, **terms))
+        return engine.submit(request(name, engine.clock.now, prompt=prompt, answer=32, **terms))
 
+    before = engine.engine.stats().num_refused[reason]
     first = ask("first").last
-    if first is None or first.error_code != Overloaded.code or not refusals(engine):
+    if first is None or first.error_code != Overloaded.code:
         return
+    assert engine.engine.stats().num_refused[reason] == before + 1
     told = engine.clock.now + first.retry_after_seconds
     engine.run([], until=told)
     engine.clock.now = max(engine.clock.now, told)
-    before = refusals(engine)
     second = ask("second")
-    assert refusals(engine) == before
+    assert engine.engine.stats().num_refused[reason] == before + 1
     if not second.refused:
         engine.run([])
-        assert second.ttft <= target
+        assert second.last.finish is FinishReason.LENGTH
+        assert reason != "ttft" or second.ttft <= terms["targets"].ttft_seconds
 
 
 def test_what_a_flooding_tenant_has_under_way_is_no_reason_to_refuse_another():
