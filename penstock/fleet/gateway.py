@@ -38,6 +38,7 @@ from penstock.fleet.router.health import HealthMonitor
 from penstock.fleet.router.metrics import GatewayMetrics
 from penstock.fleet.router.policies.registry import POLICIES
 from penstock.fleet.router.proxy import Proxy
+from penstock.fleet.router.replica_client import ReplicaClient
 from penstock.fleet.router.upstream import new_session
 from penstock.metering.counts import StoreCounts
 from penstock.metering.meter import Meter
@@ -77,6 +78,7 @@ class Gateway:
         ring = ring if ring is not None else KeyRing(())
         introductions = Introductions(ring, store)
         self._session = new_session(config.health)
+        self._client = ReplicaClient(config.health)
         split = VersionSplit(config.rollouts)
         dispatcher = Dispatcher(config, self.pool, split)
         self.autoscalers = [
@@ -97,7 +99,7 @@ class Gateway:
             introductions=introductions,
             monitor=self.monitor,
             dispatcher=dispatcher,
-            proxy=Proxy(self._session, dispatcher, metrics, self.rollouts.trials, fleet_secret),
+            proxy=Proxy(self._client, dispatcher, metrics, self.rollouts.trials, fleet_secret),
             files=FileProxy(self._session, self.pool, limits),
             connections=Connections(Crowd(limits, metrics.count_cut)),
             metrics=metrics,
@@ -143,6 +145,7 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.rollouts.stop()
         await asyncio.gather(*[autoscaler.close() for autoscaler in self.autoscalers])
+        self._client.close()
         await self._session.close()
 
     def _discoveries(self) -> list[Discovery]:

@@ -103,7 +103,7 @@ def _may_try_elsewhere(request: web.Request, status: int) -> bool:
 
 
 async def _refusal(request_id: str, upstream: aiohttp.ClientResponse) -> tuple[web.Response, str]:
-    body = await read_error(upstream)
+    body = await read_error(upstream.content.read)
     headers = {**response_headers(upstream.headers), "x-request-id": request_id}
     return web.Response(status=upstream.status, body=body, headers=headers), error_code(body)
 

@@ -7,12 +7,12 @@ replicas are chosen.
 import time
 from collections.abc import Callable
 
-import aiohttp
 import msgspec
 
 from penstock.fleet.rollout.trial import Trial
 from penstock.fleet.router.dispatch import Placement
 from penstock.fleet.router.downstream import Downstream
+from penstock.fleet.router.replica_client import Answer
 from penstock.fleet.router.upstream import UPSTREAM_ERRORS, note_failure, note_refusal
 from penstock.protocol.frames import FRAMES_HEADER, NO_LEASE, BrokenFrames, FrameReader
 
@@ -41,14 +41,14 @@ class FramedStream:
         """Tokens that the caller has."""
         return sum(map(len, self.reader.token_ids))
 
-    async def follow(self, placement: Placement, upstream: aiohttp.ClientResponse) -> bool:
+    async def follow(self, placement: Placement, upstream: Answer) -> bool:
         """Pass frames on until the last, or until the replica fails; return whether any came."""
-        breaker, reader, content = placement.replica.breaker, self.reader, upstream.content
+        breaker, reader = placement.replica.breaker, self.reader
         told = upstream.headers.get(FRAMES_HEADER, NO_LEASE)
         self.lease = told if told != NO_LEASE else None
         came = False
         try:
-            while data := await content.readany():
+            while data := await upstream.read_any():
                 events = reader.feed(data)
                 if events:
                     if not came:
@@ -78,7 +78,9 @@ class FramedStream:
             self.why = str(error)
             breaker.on_failure(self.why)
         finally:
-            if not reader.finished:
+            if reader.finished:
+                upstream.leave()
+            else:
                 upstream.close()  # or the answer could run on there while another replica goes on with it
         return came
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import aiohttp
 from aiohttp import web
 
 from penstock.errors import EngineFailed, EngineUnavailable, LimitReached, Overloaded, PenstockError
@@ -30,6 +29,7 @@ from penstock.fleet.router.foreign_usage import UsageReader, asking_for_usage, r
 from penstock.fleet.router.framed_stream import FramedStream
 from penstock.fleet.router.metrics import GatewayMetrics
 from penstock.fleet.router.query import RouteQuery
+from penstock.fleet.router.replica_client import Answer, ReplicaClient
 from penstock.fleet.router.upstream import (
     RETRIED_STATUSES,
     UPSTREAM_ERRORS,
@@ -40,7 +40,6 @@ from penstock.fleet.router.upstream import (
     request_headers,
     response_headers,
     retry_after_seconds,
-    target,
 )
 from penstock.fleet.router.urgency import Urgency, with_time_left
 from penstock.protocol.errors import ErrorReply, reply_for
@@ -95,14 +94,14 @@ class _Break:
 class Proxy:
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        client: ReplicaClient,
         dispatcher: Dispatcher,
         metrics: GatewayMetrics,
         trials: Trials,
         fleet_secret: str | None = None,
     ) -> None:
         """With the store's secret it vouches for what it sends to servers that share the store."""
-        self._session = session
+        self._client = client
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._trials = trials
@@ -188,7 +187,7 @@ class Proxy:
                         return _error_response(exchange)
                     return None
                 self._note_first_byte(exchange, placement, upstream)
-                if upstream.content_type == "text/event-stream":
+                if upstream.media_type == "text/event-stream":
                     return await self._pass_events(exchange, placement, upstream)
                 whole = await upstream.read()
                 replica.breaker.on_success()
@@ -218,9 +217,7 @@ class Proxy:
             self._metrics.estimated_usage.inc()
         await exchange.account.settle(exchange.record)
 
-    async def _open(
-        self, exchange: _Exchange, placement: Placement, body: bytes, lease: str | None = None
-    ) -> aiohttp.ClientResponse:
+    async def _open(self, exchange: _Exchange, placement: Placement, body: bytes, lease: str | None = None) -> Answer:
         """Send a request; `lease` is what the replica that had it before holds for it."""
         replica = placement.replica
         headers = request_headers(
@@ -233,12 +230,11 @@ class Proxy:
             if self._fleet_secret is not None:
                 voucher = Voucher(exchange.query.asked_model, lease)
                 headers[VOUCHER_HEADER] = sign_voucher(voucher, self._fleet_secret, headers.get("authorization"))
-        url = target(replica, exchange.request.rel_url.raw_path)
-        return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
+        return await self._client.post(replica.url, exchange.request.rel_url.raw_path, headers, body)
 
-    async def _is_final(self, exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse) -> bool:
+    async def _is_final(self, exchange: _Exchange, placement: Placement, upstream: Answer) -> bool:
         """Take a refusal in; return whether it is the caller's own limit, which holds everywhere."""
-        body = await read_error(upstream)
+        body = await read_error(upstream.read)
         code = error_code(body)
         headers = response_headers(upstream.headers)
         reply = ErrorReply(upstream.status, code or "upstream_error", body, headers)
@@ -257,9 +253,7 @@ class Proxy:
 
     # ------------------------------------------------------------ streams
 
-    async def _pass_events(
-        self, exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse
-    ) -> web.StreamResponse:
+    async def _pass_events(self, exchange: _Exchange, placement: Placement, upstream: Answer) -> web.StreamResponse:
         response = web.StreamResponse(status=upstream.status, headers=self._headers(exchange, upstream))
         downstream = await begin_stream(exchange.request, response)
         carry = self._carry_frames if upstream.headers.get(FRAMES_HEADER) is not None else self._carry
@@ -283,14 +277,14 @@ class Proxy:
         self,
         exchange: _Exchange,
         placement: Placement,
-        upstream: aiohttp.ClientResponse,
+        upstream: Answer,
         downstream: Downstream,
         sift: Callable[[bytes], bytes],
     ) -> bool:
         """Pass on what `sift` leaves of a stream, to its end. False: it broke, and ended with an error event."""
         is_first = True
         try:
-            while data := await upstream.content.readany():
+            while data := await upstream.read_any():
                 placement.replica.breaker.on_answer()
                 if is_first:
                     is_first = False
@@ -317,7 +311,7 @@ class Proxy:
         self,
         exchange: _Exchange,
         placement: Placement,
-        upstream: aiohttp.ClientResponse,
+        upstream: Answer,
         downstream: Downstream,
         sift: Callable[[bytes], bytes],
     ) -> bool:
@@ -370,7 +364,7 @@ class Proxy:
         try:
             async with await self._open(exchange, placement, body, stream.lease) as upstream:
                 if upstream.status != 200 or upstream.headers.get(FRAMES_HEADER) is None:
-                    code = error_code(await read_error(upstream))
+                    code = error_code(await read_error(upstream.read))
                     stream.why = f"it answered {upstream.status} {code}".rstrip()
                     if code == LimitReached.code:
                         return False  # the tenant's, and not the replica's
@@ -424,14 +418,14 @@ class Proxy:
             # Not now: the caller's answer goes first.
             asyncio.get_running_loop().call_soon(self._trials.end, exchange.query, trial, copy)
 
-    def _headers(self, exchange: _Exchange, upstream: aiohttp.ClientResponse) -> dict[str, str]:
+    def _headers(self, exchange: _Exchange, upstream: Answer) -> dict[str, str]:
         headers = response_headers(upstream.headers) | exchange.account.headers
         headers["x-request-id"] = exchange.record.request_id
         headers[ROUTE_HEADER] = exchange.decision.header()
         return headers
 
     @staticmethod
-    def _note_first_byte(exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse) -> None:
+    def _note_first_byte(exchange: _Exchange, placement: Placement, upstream: Answer) -> None:
         decision = exchange.decision
         exchange.record.ttft_seconds = decision.ttft_seconds = time.monotonic() - exchange.record.arrival
         note = Proxy._note_prompt(exchange, placement, upstream)
@@ -440,7 +434,7 @@ class Proxy:
             placement.note_first_byte(note, is_first_token=exchange.streams)
 
     @staticmethod
-    def _note_prompt(exchange: _Exchange, placement: Placement, upstream: aiohttp.ClientResponse) -> PromptNote | None:
+    def _note_prompt(exchange: _Exchange, placement: Placement, upstream: Answer) -> PromptNote | None:
         """Take what the replica that answers tells of the caller's prompt: the last to answer has the word."""
         placement.is_answered = True
         note = decode_note(upstream.headers.get(PROMPT_HEADER, ""))

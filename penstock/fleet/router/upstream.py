@@ -5,7 +5,7 @@ Knows nothing of policies or of the caller's connection.
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import aiohttp
@@ -15,6 +15,7 @@ from yarl import URL
 from penstock.errors import EngineUnavailable, Overloaded
 from penstock.fleet.config import HealthSection
 from penstock.fleet.replica import Replica
+from penstock.fleet.router.replica_client import ReplicaUnreachable
 from penstock.protocol.frames import FRAMES_HEADER
 from penstock.protocol.identity import IDENTITY_HEADER
 from penstock.protocol.prompt_note import PROMPT_HEADER
@@ -56,7 +57,7 @@ class _ErrorDocument(msgspec.Struct):
 
 
 def new_session(health: HealthSection) -> aiohttp.ClientSession:
-    """Return the one client of a gateway: connections are kept, never more bytes than a stream's buffer read ahead."""
+    """Return the gateway's client for all but callers' requests (`ReplicaClient`): connections are kept."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
         timeout=aiohttp.ClientTimeout(
@@ -98,10 +99,10 @@ def target(replica: Replica, path: str) -> URL:
     return URL(replica.url + path, encoded=True)
 
 
-async def read_error(response: aiohttp.ClientResponse) -> bytes:
-    """Return an error's body, as much as anybody needs of it."""
+async def read_error(read: Callable[[int], Awaitable[bytes]]) -> bytes:
+    """Return an error's body, as much as anybody needs of it; `read` takes the most bytes that are wanted."""
     try:
-        return await response.content.read(_MAX_ERROR_BYTES)
+        return await read(_MAX_ERROR_BYTES)
     except UPSTREAM_ERRORS:
         return b""
 
@@ -128,7 +129,7 @@ def retry_after_seconds(headers: Mapping[str, str]) -> float | None:
 
 def note_failure(replica: Replica, error: BaseException) -> str:
     """Tell a replica's breaker of a request that failed on the way; return what was told."""
-    is_refused = isinstance(error, aiohttp.ClientConnectorError)
+    is_refused = isinstance(error, aiohttp.ClientConnectorError | ReplicaUnreachable)
     if is_refused:
         reason = "it refuses connections"
     elif isinstance(error, asyncio.TimeoutError):

@@ -1,0 +1,350 @@
+"""Requests to replicas over kept connections: HTTP/1.1 as far as a token's way needs it, and no further.
+
+Sends one request, gives the head of its answer and then the body as it comes, never far ahead of whoever reads it.
+httptools parses. What a general client does besides (cookies, redirects, a task for each request, a timer for each
+read) took longer than all else on the way to a first byte. Knows nothing of routing, retries or callers.
+"""
+
+import asyncio
+import functools
+import ssl
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from penstock.fleet.config import HealthSection
+
+_IDLE_SECONDS = 30.0  # that a connection is kept for the next request
+_MAX_HEAD_BYTES = 64 * 1024
+_MAX_UNREAD_BYTES = 128 * 1024
+_NUM_OWN_LINES = 5  # of a request's head: those that are not given headers
+
+
+class ReplicaLost(ConnectionError):
+    """A replica closed a connection before it had answered, or sent what is no answer."""
+
+
+class ReplicaUnreachable(ConnectionError):
+    """No connection to a replica could be made."""
+
+
+class Answer:
+    """What a replica answers. Who leaves it before its end cuts the connection: the replica need not go on with it."""
+
+    __slots__ = ("_connection", "_failure", "_is_whole", "_unread", "_waiter", "headers", "num_unread_bytes", "status")
+
+    def __init__(self, connection: "_Connection") -> None:
+        self.status = 0  # until its head has come
+        self.headers: dict[str, str] = {}  # by names in lower case
+        self.num_unread_bytes = 0
+        self._unread: list[bytes] = []
+        self._connection: _Connection | None = connection  # None: nothing more will come
+        self._is_whole = False
+        self._failure: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def media_type(self) -> str:
+        return self.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+    @property
+    def ends_with_connection(self) -> bool:
+        """Whether nothing but the connection's end tells that it is whole."""
+        return bool(self.status) and not ("content-length" in self.headers or "transfer-encoding" in self.headers)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def await_head(self) -> None:
+        """Return when status and headers are known. Raises ReplicaLost, TimeoutError."""
+        while not self.status:
+            await self._wait()
+
+    async def read_any(self) -> bytes:
+        """Return what has come, as soon as there is anything; nothing at the end. Raises ReplicaLost, TimeoutError."""
+        while not self._unread:
+            if self._is_whole:
+                return b""
+            await self._wait()
+        data = self._unread[0] if len(self._unread) == 1 else b"".join(self._unread)
+        self._unread.clear()
+        self.num_unread_bytes = 0
+        if self._connection is not None:
+            self._connection.resume()
+        return data
+
+    async def read(self, most_bytes: int | None = None) -> bytes:
+        """Return all of it, or its beginning. Raises ReplicaLost, TimeoutError."""
+        pieces, size = [], 0
+        while (most_bytes is None or size < most_bytes) and (data := await self.read_any()):
+            pieces.append(data)
+            size += len(data)
+        return b"".join(pieces)[:most_bytes]
+
+    def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.cut()
+
+    def leave(self) -> None:
+        """All that matters has come: the connection is kept when the rest, of which nobody wants to know, has too."""
+        self._connection = None
+
+    @property
+    def is_left(self) -> bool:
+        return self._connection is None
+
+    def take(self, data: bytes) -> None:
+        """Take bytes of the body in."""
+        self._unread.append(data)
+        self.num_unread_bytes += len(data)
+        self.wake()
+
+    def end(self, failure: Exception | None = None) -> None:
+        """Nothing more comes: it is whole, or it broke off."""
+        self._connection = None
+        self._failure, self._is_whole = failure, failure is None
+        self.wake()
+
+    def wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+
+class _Connection(asyncio.Protocol):
+    """One connection: it has one answer to read, or is idle."""
+
+    def __init__(self, client: "ReplicaClient", url: str, silence_seconds: float) -> None:
+        self.url = url
+        self._client = client
+        self._silence_seconds = silence_seconds
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpResponseParser(self)
+        self._answer: Answer | None = None
+        self._is_interim = False  # what is being read tells that the answer is yet to come
+        self._is_paused = False
+        self._num_head_bytes = 0
+        self._heard_at = self._loop.time()
+
+    # ------------------------------------------------------------ for the client
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it can be expected to be open at the other end too."""
+        return not self._transport.is_closing() and self._loop.time() - self._heard_at < _IDLE_SECONDS
+
+    def send(self, head: bytes, body: bytes) -> Answer:
+        answer = self._answer = Answer(self)
+        self._heard_at = self._loop.time()
+        self._transport.writelines((head, body))
+        return answer
+
+    def resume(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            self._heard_at = self._loop.time()
+            self._transport.resume_reading()
+
+    def cut(self) -> None:
+        self._fail(ReplicaLost("the connection was given up"))
+
+    # ------------------------------------------------------------ asyncio's
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._timer = self._loop.call_later(self._look_seconds, self._look)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        self._client.forget(self)
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            is_end = exc is None and answer.ends_with_connection
+            answer.end(None if is_end else ReplicaLost("the connection was closed before the answer's end"))
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_at = self._loop.time()
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._fail(ReplicaLost("what came is no answer"))
+            return
+        answer = self._answer
+        if answer is None or answer.num_unread_bytes <= _MAX_UNREAD_BYTES or self._is_paused:
+            return
+        if answer.is_left:
+            self.cut()
+        else:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    # ------------------------------------------------------------ the parser's
+
+    def on_message_begin(self) -> None:
+        self._num_head_bytes = 0
+        if self._answer is None:
+            raise ReplicaLost("nothing was asked")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_head_bytes += len(name) + len(value)
+        if self._num_head_bytes > _MAX_HEAD_BYTES:
+            raise ReplicaLost("the head of an answer is too large")
+        if self._answer is not None:
+            text = value.decode("utf-8", "surrogateescape")
+            self._answer.headers[name.decode("ascii", "replace").lower()] = text
+
+    def on_headers_complete(self) -> None:
+        status, answer = self._parser.get_status_code(), self._answer
+        self._is_interim = 100 <= status < 200
+        if answer is None:
+            return
+        if self._is_interim:
+            answer.headers.clear()
+        else:
+            answer.status = status
+            answer.wake()
+
+    def on_body(self, data: bytes) -> None:
+        if self._answer is not None:
+            self._answer.take(data)
+
+    def on_message_complete(self) -> None:
+        answer = self._answer
+        if answer is None or self._is_interim:
+            return
+        self._answer = None
+        answer.end()
+        self.resume()
+        # What the replica has not read of the request it may take for the next one.
+        if self._parser.should_keep_alive() and not self._transport.get_write_buffer_size():
+            self._client.keep(self)
+        else:
+            self._transport.close()
+
+    # ------------------------------------------------------------ time
+
+    @property
+    def _look_seconds(self) -> float:
+        return min(_IDLE_SECONDS, self._silence_seconds)
+
+    def _look(self) -> None:
+        """Give up an answer that stays away, and close what nobody needs. A timer for each read would cost more."""
+        now = self._loop.time()
+        if self._is_paused:
+            self._heard_at = now  # it is whoever reads that is slow
+        due = self._heard_at + (_IDLE_SECONDS if self._answer is None else self._silence_seconds)
+        if now < due:
+            self._timer = self._loop.call_at(min(due, now + self._look_seconds), self._look)
+        elif self._answer is None:
+            self._transport.close()
+        else:
+            self._fail(TimeoutError("nothing came from the replica for too long"))
+
+    def _fail(self, failure: Exception) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.end(failure)
+        self._transport.abort()
+
+
+class ReplicaClient:
+    """All connections of a gateway to its replicas on which requests are sent."""
+
+    def __init__(self, health: HealthSection) -> None:
+        self._health = health
+        self._open: set[_Connection] = set()
+        self._idle: dict[str, list[_Connection]] = {}  # by URL of the replica, the last used at the end
+
+    async def post(self, url: str, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
+        """Send a request to the replica at `url` and return its answer when the head of it has come.
+
+        Raises ReplicaUnreachable, ReplicaLost, and TimeoutError. `path` is as it stands in a request's first line.
+        """
+        head = _head(url, path, headers, len(body))
+        connection = self._idle_connection(url) or await self._connect(url)
+        answer = connection.send(head, body)
+        try:
+            await answer.await_head()
+        except BaseException:
+            answer.close()
+            raise
+        return answer
+
+    def close(self) -> None:
+        for connection in list(self._open):
+            connection.cut()
+
+    def keep(self, connection: _Connection) -> None:
+        self._idle.setdefault(connection.url, []).append(connection)
+
+    def forget(self, connection: _Connection) -> None:
+        self._open.discard(connection)
+        idle = self._idle.get(connection.url, [])
+        if connection in idle:
+            idle.remove(connection)
+        if not idle:
+            self._idle.pop(connection.url, None)
+
+    def _idle_connection(self, url: str) -> _Connection | None:
+        idle = self._idle.get(url)
+        while idle:
+            connection = idle.pop()
+            if connection.is_fresh:
+                return connection
+            connection.cut()
+        return None
+
+    async def _connect(self, url: str) -> _Connection:
+        parts = urlsplit(url)
+        is_secure = parts.scheme == "https"
+        assert parts.hostname is not None  # the fleet's file and the admin routes take no other
+        try:
+            async with asyncio.timeout(self._health.connect_seconds):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: _Connection(self, url, self._health.silence_seconds),
+                    parts.hostname,
+                    parts.port or (443 if is_secure else 80),
+                    ssl=self._trust if is_secure else None,
+                )
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise ReplicaUnreachable(f"no connection to {parts.netloc} could be made") from error
+        self._open.add(connection)
+        return connection
+
+    @functools.cached_property
+    def _trust(self) -> ssl.SSLContext:
+        return ssl.create_default_context()
+
+
+def _head(url: str, path: str, headers: Mapping[str, str], num_body_bytes: int) -> bytes:
+    """Return a request's head. Raises ValueError for a header that would be two."""
+    authority, slash, prefix = url.partition("://")[2].partition("/")
+    lines = [
+        f"POST {slash}{prefix}{path} HTTP/1.1",
+        f"host: {authority}",
+        f"content-length: {num_body_bytes}",
+        "accept-encoding: identity",  # callers get bodies as they come
+        *[f"{name}: {value}" for name, value in headers.items()],
+        "\r\n",
+    ]
+    text = "\r\n".join(lines)
+    if text.count("\n") != text.count("\r") or text.count("\n") != len(headers) + _NUM_OWN_LINES:
+        raise ValueError("a header has a line break in it")
+    return text.encode("utf-8", "surrogateescape")

@@ -1,0 +1,247 @@
+"""Requests to replicas over kept connections, against servers that say exactly what a test has them say."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from penstock.fleet.config import HealthSection
+from penstock.fleet.router.replica_client import Answer, ReplicaClient, ReplicaLost, ReplicaUnreachable
+
+HELLO = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@dataclass
+class Script:
+    """Reads a request, then does `play`; again and again on each connection."""
+
+    play: Callable[[asyncio.StreamWriter], Awaitable[None]]
+    heads: list[str] = field(default_factory=list)
+    bodies: list[bytes] = field(default_factory=list)
+    num_connections: int = 0
+    port: int = 0
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)  # by a client
+    _serving: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        self.num_connections += 1
+        with contextlib.suppress(ConnectionError):
+            while head := await _head(reader):
+                self.heads.append(head)
+                length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
+                self.bodies.append(await reader.readexactly(length))
+                self.asked.set()
+                await self.play(writer)
+        self.left.set()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Script"]:
+        server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        try:
+            yield self
+        finally:
+            server.close()
+            await asyncio.gather(*self._serving)
+
+
+async def _head(reader: asyncio.StreamReader) -> str:
+    try:
+        return (await reader.readuntil(b"\r\n\r\n")).decode()
+    except asyncio.IncompleteReadError:
+        return ""
+
+
+def saying(*pieces: bytes, then_close: bool = False) -> Script:
+    async def play(writer: asyncio.StreamWriter) -> None:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+        if then_close:
+            writer.close()
+
+    return Script(play)
+
+
+@contextlib.asynccontextmanager
+async def client(silence_seconds: float = 5.0) -> AsyncIterator[ReplicaClient]:
+    made = ReplicaClient(HealthSection(connect_seconds=2.0, silence_seconds=silence_seconds))
+    yield made
+    made.close()
+    await asyncio.sleep(0)
+
+
+async def post(client: ReplicaClient, script: Script, body: bytes = b"{}") -> Answer:
+    return await client.post(script.url, "/v1/completions", {"x-a": "b"}, body)
+
+
+async def test_a_request_arrives_as_it_was_given() -> None:
+    async with saying(HELLO).running() as script, client() as made:
+        answer = await made.post(script.url + "/base", "/v1/x", {"x-a": "b"}, b'{"a":1}')
+        assert (answer.status, answer.headers, await answer.read()) == (200, {"content-length": "5"}, b"hello")
+        line, *headers = script.heads[0].strip().split("\r\n")
+        assert line == "POST /base/v1/x HTTP/1.1" and script.bodies == [b'{"a":1}']
+        assert sorted(headers) == [
+            "accept-encoding: identity", "content-length: 7", f"host: 127.0.0.1:{script.port}", "x-a: b"
+        ]  # fmt: skip
+
+
+async def test_a_connection_is_used_again() -> None:
+    async with saying(HELLO).running() as script, client() as made:
+        for _ in range(3):
+            async with await post(made, script) as answer:
+                assert await answer.read() == b"hello"
+        assert script.num_connections == 1
+
+
+@pytest.mark.parametrize(
+    "answered",
+    [
+        b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 5\r\n\r\nhello",
+        HELLO + HELLO,  # of which nobody knows whose answer the second is
+    ],
+)
+async def test_a_connection_that_cannot_be_trusted_is_not_used_again(answered: bytes) -> None:
+    async with saying(answered).running() as script, client() as made:
+        for _ in range(2):
+            async with await post(made, script) as answer:
+                assert await answer.read() == b"hello"
+            await asyncio.sleep(0.01)
+        assert script.num_connections == 2
+
+
+async def test_requests_at_the_same_time_have_connections_of_their_own() -> None:
+    async with saying(HELLO).running() as script, client() as made:
+        answers = await asyncio.gather(*[post(made, script) for _ in range(3)])
+        assert [await answer.read() for answer in answers] == [b"hello"] * 3
+        assert script.num_connections == 3
+
+
+async def test_chunks_come_without_their_frames() -> None:
+    async with saying(CHUNKED, b"5\r\nhel", b"lo\r\n1\r\n!\r\n", b"0\r\n\r\n").running() as script, client() as made:
+        async with await post(made, script) as answer:
+            assert await answer.read() == b"hello!"
+        async with await post(made, script) as answer:
+            assert await answer.read(most_bytes=3) == b"hel"
+
+
+async def test_an_answer_without_a_length_ends_with_its_connection() -> None:
+    async with saying(b"HTTP/1.1 200 OK\r\n\r\nhel", b"lo", then_close=True).running() as script, client() as made:
+        assert await (await post(made, script)).read() == b"hello"
+
+
+async def test_what_comes_before_the_answer_is_passed_over() -> None:
+    early = b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n"
+    async with saying(early, HELLO).running() as script, client() as made:
+        answer = await post(made, script)
+        assert answer.status == 200 and "link" not in answer.headers
+        assert await answer.read() == b"hello"
+
+
+@pytest.mark.parametrize(
+    "answered",
+    [
+        b"",
+        b"HTTP/1.1 200",
+        b"SSH-2.0-OpenSSH\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nx: " + b"y" * 200_000 + b"\r\ncontent-length: 0\r\n\r\n",
+    ],
+)
+async def test_what_is_no_answer_loses_the_replica(answered: bytes) -> None:
+    async with saying(answered, then_close=True).running() as script, client() as made:
+        with pytest.raises(ReplicaLost):
+            await post(made, script)
+
+
+async def test_an_answer_that_breaks_off_gives_what_had_come_first() -> None:
+    async with saying(CHUNKED + b"5\r\nhello\r\n", then_close=True).running() as script, client() as made:
+        answer = await post(made, script)
+        assert await answer.read_any() == b"hello"
+        with pytest.raises(ReplicaLost):
+            await answer.read_any()
+
+
+async def test_a_replica_that_is_not_there_is_unreachable() -> None:
+    async with saying(HELLO).running() as script:
+        pass
+    async with client() as made:
+        with pytest.raises(ReplicaUnreachable):
+            await post(made, script)
+
+
+@pytest.mark.parametrize("begun", [b"", CHUNKED])
+async def test_a_replica_that_falls_silent_is_given_up(begun: bytes) -> None:
+    async with saying(begun).running() as script, client(silence_seconds=0.05) as made:
+        with pytest.raises(TimeoutError):
+            await (await post(made, script)).read()
+        await script.left.wait()
+
+
+async def test_a_replica_is_not_read_faster_than_the_answer_is() -> None:
+    async def flood(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 16777216\r\n\r\n")
+        for _ in range(256):
+            writer.write(b"x" * 65536)
+            await writer.drain()
+
+    # Nor is a reader's slowness the replica's silence.
+    async with Script(flood).running() as script, client(silence_seconds=0.05) as made:
+        answer = await post(made, script)
+        await asyncio.sleep(0.2)
+        assert 0 < answer.num_unread_bytes < 1024 * 1024
+        assert len(await answer.read()) == 16 * 1024 * 1024
+
+
+async def test_who_leaves_an_answer_early_cuts_the_connection() -> None:
+    async with saying(CHUNKED, b"5\r\nhello\r\n").running() as script, client() as made:
+        async with await post(made, script) as answer:
+            assert await answer.read_any() == b"hello"
+        await script.left.wait()
+
+
+async def test_who_is_cancelled_cuts_the_connection() -> None:
+    async with saying(b"").running() as script, client() as made:
+        task = asyncio.create_task(post(made, script))
+        await script.asked.wait()
+        task.cancel()
+        await script.left.wait()
+
+
+async def test_a_connection_is_kept_when_only_the_end_of_its_answer_was_not_waited_for() -> None:
+    may_end = asyncio.Event()
+
+    async def play(writer: asyncio.StreamWriter) -> None:
+        writer.write(CHUNKED + b"5\r\nhello\r\n")
+        await may_end.wait()
+        writer.write(b"0\r\n\r\n")
+
+    async with Script(play).running() as script, client() as made:
+        async with await post(made, script) as answer:
+            assert await answer.read_any() == b"hello"
+            answer.leave()
+        may_end.set()
+        await asyncio.sleep(0.02)
+        assert await (await post(made, script)).read() == b"hello"
+        assert script.num_connections == 1
+
+
+async def test_a_header_cannot_be_two() -> None:
+    async with client() as made:
+        with pytest.raises(ValueError, match="line break"):
+            await made.post("http://127.0.0.1:1", "/", {"a": "b\r\nc: d"}, b"")
