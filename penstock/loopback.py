@@ -33,7 +33,7 @@ def check_open_call(method: str, headers: Mapping[str, str], own_address: str | 
     # A page's owner can point its name at this computer, and the browser then takes our answers for the page's own.
     # It still says by which name it called.
     name = _name_in(headers.get("host", own_address))
-    if not (is_loopback(name) or name.endswith(".localhost") or name == own_address):
+    if not (name == own_address or is_loopback(name) or name.endswith(".localhost")):
         raise NotPermitted(
             f"without API keys this server answers to localhost and 127.0.0.1 only, not to {name[:100]!r};"
             " call it so, or use keys: penstock keys create NAME"

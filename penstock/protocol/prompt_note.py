@@ -49,6 +49,8 @@ def encode_note(note: PromptNote) -> str:
 
 def decode_note(text: str) -> PromptNote | None:
     """Return what a header says; None where it is not one of these."""
+    if not text:
+        return None
     try:
         num_tokens, num_cached_tokens, every_tokens, *rest = text.split(" ")
         packed = base64.b64decode(rest[0], validate=True) if rest else b""

@@ -5,9 +5,9 @@ Gives every request an id, a record and a log line, and every error the catalogu
 
 import asyncio
 import logging
+import random
 import re
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,6 +60,8 @@ RECORD = web.RequestKey("record", RequestRecord)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _QUIET_ROUTES = frozenset({"/live", "/ready", "/metrics"})
 _ADMIN_PREFIX = "/admin/"
+# Found by their name, before any pattern is tried.
+_COMMON_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
 _GONE_STATUS = 499  # for logs and metrics only
 _SESSION_HEADER = "x-session-id"
 _VERSION_HEADER = "x-penstock-version"
@@ -96,6 +98,8 @@ def create_app(context: GatewayContext) -> web.Application:
     routes = _Routes(context)
     for method in ("GET", "POST", "DELETE"):
         app.router.add_route(method, PATTERN, routes.files)
+    for path in _COMMON_PATHS:
+        app.router.add_post(path, routes.forward)
     app.router.add_post("/v1/{path:[A-Za-z0-9_/-]+}", routes.forward)
     app.router.add_get("/v1/models", routes.list_models)
     app.router.add_get("/v1/models/{model:.+}", routes.show_model)
@@ -145,7 +149,7 @@ class _Routes:
     async def forward(self, request: web.Request) -> web.StreamResponse:
         """Have a replica answer."""
         context, record = self._context, request[RECORD]
-        record.route = f"/v1/{request.match_info['path']}"
+        record.route = record.path
         caller = self._identify(request)
         check_json(request.headers)
         body = await read_body(request, context.max_body_bytes, context.connections.limits)
@@ -234,7 +238,8 @@ class _Routes:
 
     def _identify(self, request: web.Request) -> Caller:
         if self._context.ring.is_open:
-            check_open_call(request.method, request.headers, _own_address(request))
+            own_address = self._context.connections.own_address(request.transport)
+            check_open_call(request.method, request.headers, own_address)
         caller = self._context.ring.identify(request.headers.get("authorization"))
         request[RECORD].tenant = caller.tenant
         return caller
@@ -317,18 +322,12 @@ def _open_record(request: web.Request) -> RequestRecord:
     given = request.headers.get("x-request-id", "")
     resource = request.match_info.route.resource
     return RequestRecord(
-        request_id=given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex,
+        request_id=given if _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}",
         method=request.method,
         path=request.path[:200],
         arrival=time.monotonic(),
         route=resource.canonical if resource is not None else "unmatched",
     )
-
-
-def _own_address(request: web.Request) -> str | None:
-    """Return the address that the connection came to; None: a Unix socket, or one that is gone."""
-    address = request.transport.get_extra_info("sockname") if request.transport is not None else None
-    return str(address[0]) if isinstance(address, tuple) else None
 
 
 def _error(request: web.Request, error: Exception) -> web.Response:

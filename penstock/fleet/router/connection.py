@@ -43,12 +43,15 @@ class GuardedConnection(asyncio.Protocol):
         self._tail = b""  # of the head, in which its end may have begun
         self._clock: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
+        self.own_address: str | None = None  # that it came to; None: a Unix socket
 
     # ------------------------------------------------------------ the connection's life
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
         transport.set_write_buffer_limits(self._limits.unread_bytes)
+        address = transport.get_extra_info("sockname")
+        self.own_address = str(address[0]) if isinstance(address, tuple) else None
         plain = transport.get_extra_info("socket")
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._limits.socket_bytes)
         self._is_refused = not self._connections.enter(self, transport)
@@ -85,14 +88,16 @@ class GuardedConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        if self._reading is _Reading.NOTHING and data.lstrip(b"\r\n"):  # empty lines begin no request
+        begins = self._reading is _Reading.NOTHING and bool(data.lstrip(b"\r\n"))  # empty lines begin no request
+        if begins:
             self._reading = _Reading.HEAD
             self._head_bytes, self._tail = 0, b""
-            self._allow(self._limits.head_seconds)
         if self._reading is _Reading.HEAD and not self._take_head(data):
             self._connections.crowd.on_cut(Cut.HEAD)
             self._refuse(HeadTooLarge(self._limits.max_head_bytes))
             return
+        if begins and self._reading is _Reading.HEAD:  # nearly always it comes whole, and needs no clock
+            self._allow(self._limits.head_seconds)
         self._inner.data_received(data)
 
     def eof_received(self) -> None:
@@ -177,6 +182,11 @@ class Connections:
     def exit(self, connection: GuardedConnection, transport: asyncio.BaseTransport) -> None:
         self._open.pop(transport, None)
         self.crowd.exit(connection)
+
+    def own_address(self, transport: asyncio.BaseTransport | None) -> str | None:
+        """Return the address that a connection came to; None: a Unix socket, or the connection is gone."""
+        connection = self._open.get(transport) if transport is not None else None
+        return connection.own_address if connection is not None else None
 
     def note_answered(self, transport: asyncio.BaseTransport | None) -> None:
         """Take that a request has been answered, once what it wrote is on its way."""

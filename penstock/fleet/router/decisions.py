@@ -68,7 +68,9 @@ class Decision(msgspec.Struct, kw_only=True):
 
 def _plain(reason: str) -> str:
     """Return a reason as it may stand in a header: a refusal's may quote what a caller sent."""
-    plain = "".join(character if character.isascii() and character.isprintable() else "?" for character in reason)
+    plain = reason
+    if not (reason.isascii() and reason.isprintable()):
+        plain = "".join(character if character.isascii() and character.isprintable() else "?" for character in reason)
     return plain.translate(_QUOTING)[:_MAX_REASON]
 
 

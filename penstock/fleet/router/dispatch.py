@@ -181,7 +181,8 @@ class Dispatcher:
             for replica in self._eligible(wish.query)
             if replica.is_usable and not replica.is_full and _can_go_on(replica, wish)
         ]
-        able = [replica for replica in able if replica.url not in wish.avoid] or able
+        if wish.avoid:
+            able = [replica for replica in able if replica.url not in wish.avoid] or able
         if not able:
             return None
         # Of the version that was wanted; of another only where that one has no place.

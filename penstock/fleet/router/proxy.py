@@ -128,7 +128,7 @@ class Proxy:
             request, body, query, streams, record, decision, urgency, has_keys, account, hides_usage, seed
         )
         try:
-            if self._dispatcher.counts_nowhere(query.model):
+            if account.is_kept and self._dispatcher.counts_nowhere(query.model):
                 await account.open(record, self._dispatcher.max_context_tokens(query.model))
             return await self._answer(exchange)
         finally:

@@ -27,8 +27,9 @@ class Urgency:
     @property
     def latest(self) -> float | None:
         """When it makes no sense to wait any longer."""
-        moments = [moment for moment in (self.deadline, self.first_token_by) if moment is not None]
-        return min(moments, default=None)
+        if self.deadline is None or self.first_token_by is None:
+            return self.first_token_by if self.deadline is None else self.deadline
+        return min(self.deadline, self.first_token_by)
 
 
 PLAIN = Urgency()
@@ -41,6 +42,8 @@ def urgency_of(head: RequestHead, terms: KeyTerms, arrival: float) -> Urgency:
     if head.best_effort is True:
         ttft = None  # rather late than refused
     deadline = _seconds(head.deadline_ms)
+    if ttft is None and deadline is None and head.priority is None and not terms.priority:
+        return PLAIN
     return Urgency(
         priority=_priority(head.priority, terms.priority),
         deadline=None if deadline is None else arrival + deadline,
