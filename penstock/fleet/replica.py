@@ -49,7 +49,8 @@ class Replica:
         self.identity: Identity | None = None  # as it says itself; None where it says nothing
         # Whether this gateway admits and books its requests, because it does not do so itself.
         self.is_counted_here = not self.adapter.counts_usage
-        self.models: tuple[ServedModel, ...] = ()
+        self._models: tuple[ServedModel, ...] = ()
+        self._model_names: frozenset[str] = frozenset()
         self.load = Load()
         self.load_at: float | None = None  # when that was so
         self.blocks: CachedBlocks | None = None  # that it says it has cached; None where it does not tell
@@ -58,6 +59,15 @@ class Replica:
         self.is_standby = False  # kept ready by the autoscaler, and sent nothing until it is needed
         self.clock = clock
         self._full_until = 0.0
+
+    @property
+    def models(self) -> tuple[ServedModel, ...]:
+        return self._models
+
+    @models.setter
+    def models(self, models: tuple[ServedModel, ...]) -> None:
+        self._models = models
+        self._model_names = frozenset(model.name for model in models)
 
     @property
     def version(self) -> str:
@@ -88,7 +98,7 @@ class Replica:
         return max(self.load.num_running + self.load.num_waiting, float(self.num_in_flight))
 
     def serves(self, model: str) -> bool:
-        return any(served.name == model for served in self.models)
+        return model in self._model_names
 
     def note_load(self, load: Load) -> None:
         self.load, self.load_at = load, self.clock()

@@ -14,6 +14,7 @@ A frame is taken whole or not at all, so that what a client has seen and what it
 nothing of HTTP.
 """
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ FRAMES_HEADER = "x-penstock-frames"
 NO_LEASE = "none"
 _MAX_HEAD_BYTES = 64 * 1024
 _MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
+_COMMON_HEAD = re.compile(rb": ([0-9]{1,8}) ([0-9][0-9,]*)\n")  # tokens of the first choice, which goes on
 
 
 class ChoiceTokens(NamedTuple):
@@ -79,11 +81,12 @@ class FrameReader:
         """Take bytes in and return the events of the frames that are complete. Raises BrokenFrames."""
         if self._rest:
             data = self._rest + data
-        end = data.find(b"\n")
         # Nearly always one read is one frame.
-        if end > 0 and self._take_head(data, 0, end) == len(data):
+        head = _COMMON_HEAD.match(data)
+        if head is not None and head.end() + int(head[1]) == len(data):
             self._rest = b""
-            return self._take(data, 0, end, len(data))
+            self._take_ids(0, head[2])
+            return data[head.end() :]
         return self._feed_many(data)
 
     def start_over(self) -> None:
@@ -142,6 +145,11 @@ class FrameReader:
             if has_ended:
                 self.ended_choices.append(number)
             if ids:
-                tokens = self._tokens.setdefault(number, bytearray())
-                tokens += b","
-                tokens += ids
+                self._take_ids(number, ids)
+
+    def _take_ids(self, number: int, ids: bytes) -> None:
+        tokens = self._tokens.get(number)
+        if tokens is None:
+            tokens = self._tokens[number] = bytearray()
+        tokens += b","
+        tokens += ids

@@ -322,7 +322,7 @@ def _open_record(request: web.Request) -> RequestRecord:
     given = request.headers.get("x-request-id", "")
     resource = request.match_info.route.resource
     return RequestRecord(
-        request_id=given if _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}",
+        request_id=given if given and _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}",
         method=request.method,
         path=request.path[:200],
         arrival=time.monotonic(),

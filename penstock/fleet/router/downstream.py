@@ -7,6 +7,7 @@ replica. Who stops reading is cut by its connection's limits. Knows nothing of w
 import time
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
 _SLOW_SECONDS = 1.0
 
@@ -18,16 +19,18 @@ class ClientGone(Exception):
 class Downstream:
     """One streamed response."""
 
-    def __init__(self, request: web.Request, response: web.StreamResponse) -> None:
+    def __init__(self, request: web.Request, response: web.StreamResponse, writer: AbstractStreamWriter) -> None:
+        """`writer` is what the response, whose head was sent, writes to."""
         self.response = response
         self.was_slow = False  # the caller once took long to read
         self._request = request
+        self._writer = writer
 
     async def write(self, data: bytes) -> None:
         """Send what there is; returns when there is room for more. Raises ClientGone."""
         began = time.monotonic()
         try:
-            await self.response.write(data)
+            await self._writer.write(data)
         except ConnectionError:
             raise ClientGone from None
         self.was_slow = self.was_slow or time.monotonic() - began > _SLOW_SECONDS
@@ -46,7 +49,8 @@ class Downstream:
 async def begin_stream(request: web.Request, response: web.StreamResponse) -> Downstream:
     """Send a response's head. Raises ClientGone."""
     try:
-        await response.prepare(request)
+        writer = await response.prepare(request)
     except ConnectionError:
         raise ClientGone from None
-    return Downstream(request, response)
+    assert writer is not None  # None: the response was ended before
+    return Downstream(request, response, writer)

@@ -25,8 +25,8 @@ class _ChunkHead(msgspec.Struct):
 
 
 class FramedStream:
-    def __init__(self, downstream: Downstream, sift: Callable[[bytes], bytes], trial: Trial | None) -> None:
-        """`sift` returns what the caller gets of the events; a trial that scores gets all of them."""
+    def __init__(self, downstream: Downstream, sift: Callable[[bytes], bytes] | None, trial: Trial | None) -> None:
+        """`sift` returns what the caller gets of the events, where that is not all; a trial that scores gets all."""
         self.reader = FrameReader()
         self.first_events = b""
         self.why = ""  # the last replica that failed did so
@@ -56,7 +56,7 @@ class FramedStream:
                         self._first_at = self._first_at or time.monotonic()
                         breaker.on_answer()
                         self.first_events = self.first_events or events
-                    if passed := self._sift(events):
+                    if passed := events if self._sift is None else self._sift(events):
                         await self._downstream.write(passed)
                     if self._scored is not None:
                         self._scored.keep(events)

@@ -91,6 +91,17 @@ class _Break:
     at: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Passage:
+    """A stream on its way from the replica that began it to the caller."""
+
+    exchange: _Exchange
+    placement: Placement
+    upstream: Answer
+    downstream: Downstream
+    sift: Callable[[bytes], bytes] | None = None  # returns what the caller gets of it; None: all
+
+
 class Proxy:
     def __init__(
         self,
@@ -260,7 +271,7 @@ class Proxy:
         if exchange.account.is_kept and exchange.is_counted_here:
             reader = UsageReader(exchange.record, hides_usage=exchange.hides_usage)
             try:
-                is_whole = await carry(exchange, placement, upstream, downstream, reader.feed)
+                is_whole = await carry(_Passage(exchange, placement, upstream, downstream, reader.feed))
             finally:
                 reader.note_cost()
             if is_whole:
@@ -268,28 +279,23 @@ class Proxy:
                 if rest := reader.last_bytes():
                     await downstream.write(rest)
         else:
-            is_whole = await carry(exchange, placement, upstream, downstream, lambda data: data)
+            is_whole = await carry(_Passage(exchange, placement, upstream, downstream))
         if is_whole:
             await downstream.end()
         return response
 
-    async def _carry(
-        self,
-        exchange: _Exchange,
-        placement: Placement,
-        upstream: Answer,
-        downstream: Downstream,
-        sift: Callable[[bytes], bytes],
-    ) -> bool:
-        """Pass on what `sift` leaves of a stream, to its end. False: it broke, and ended with an error event."""
+    async def _carry(self, passage: _Passage) -> bool:
+        """Pass a stream on, to its end. False: it broke, and ended with an error event."""
+        exchange, placement, downstream = passage.exchange, passage.placement, passage.downstream
+        sift = passage.sift
         is_first = True
         try:
-            while data := await upstream.read_any():
+            while data := await passage.upstream.read_any():
                 placement.replica.breaker.on_answer()
                 if is_first:
                     is_first = False
                     placement.note_first_byte(None, is_first_token=True)
-                if passed := sift(data):
+                if passed := data if sift is None else sift(data):
                     await downstream.write(passed)
                 if exchange.trial is not None:
                     exchange.trial.feed(data)
@@ -307,18 +313,12 @@ class Proxy:
             exchange.trial.end()
         return True
 
-    async def _carry_frames(
-        self,
-        exchange: _Exchange,
-        placement: Placement,
-        upstream: Answer,
-        downstream: Downstream,
-        sift: Callable[[bytes], bytes],
-    ) -> bool:
+    async def _carry_frames(self, passage: _Passage) -> bool:
         """Pass a framed stream on, as `_carry` does, and have another replica go on with it where this one fails."""
-        stream = FramedStream(downstream, sift, exchange.trial)
+        exchange, placement = passage.exchange, passage.placement
+        stream = FramedStream(passage.downstream, passage.sift, exchange.trial)
         reader = stream.reader
-        if await stream.follow(placement, upstream):
+        if await stream.follow(placement, passage.upstream):
             exchange.note_progress()
         if exchange.trial is not None:
             stream.tell(exchange.trial)
@@ -340,7 +340,7 @@ class Proxy:
                 placement.release()
         if not reader.finished:
             exchange.account.lose()
-            await self._end_with_error(exchange, placement.replica, stream.why, downstream, failure_events)
+            await self._end_with_error(exchange, placement.replica, stream.why, passage.downstream, failure_events)
         return reader.finished
 
     async def _place_again(self, exchange: _Exchange) -> Placement | None:

@@ -13,8 +13,10 @@ class LeastLoaded(Policy):
         self._turn = 0
 
     def choose(self, query: RouteQuery, candidates: Sequence[Replica]) -> Choice:
-        fewest = min(replica.busyness for replica in candidates)
+        counts = [replica.busyness for replica in candidates]
+        fewest = min(counts)
         # Equals take turns, or an idle fleet's first replica would get everything.
-        equals = sorted((item for item in candidates if item.busyness == fewest), key=lambda replica: replica.url)
+        equals = [replica for replica, count in zip(candidates, counts, strict=True) if count == fewest]
+        equals.sort(key=lambda replica: replica.url)
         self._turn += 1
         return Choice(equals[self._turn % len(equals)], f"has {fewest:g} requests, fewest of {len(candidates)}")
