@@ -138,7 +138,7 @@ class _Connection(asyncio.Protocol):
         self._answer: Answer | None = None
         self._is_interim = False  # what is being read tells that the answer is yet to come
         self._is_paused = False
-        self._num_head_bytes = 0
+        self._num_head_bytes = 0  # of the answer, as long as its head is not whole
         self._heard_at = self._loop.time()
 
     # ------------------------------------------------------------ for the client
@@ -149,7 +149,10 @@ class _Connection(asyncio.Protocol):
         return not self._transport.is_closing() and self._loop.time() - self._heard_at < _IDLE_SECONDS
 
     def send(self, head: bytes, body: bytes) -> Answer:
+        if self._transport.is_closing():
+            raise ReplicaLost("the connection was closed before anything was sent")
         answer = self._answer = Answer(self)
+        self._num_head_bytes = 0
         self._heard_at = self._loop.time()
         self._transport.writelines((head, body))
         return answer
@@ -168,6 +171,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._timer = self._loop.call_later(self._look_seconds, self._look)
+        self._client.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
@@ -185,28 +189,29 @@ class _Connection(asyncio.Protocol):
             self._fail(ReplicaLost("what came is no answer"))
             return
         answer = self._answer
-        if answer is None or answer.num_unread_bytes <= _MAX_UNREAD_BYTES or self._is_paused:
+        if answer is None:
             return
-        if answer.is_left:
-            self.cut()
-        else:
-            self._is_paused = True
-            self._transport.pause_reading()
+        if not answer.status:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > _MAX_HEAD_BYTES:
+                self._fail(ReplicaLost("the head of an answer is too large"))
+        elif answer.num_unread_bytes > _MAX_UNREAD_BYTES and not self._is_paused:
+            if answer.is_left:
+                self.cut()
+            else:
+                self._is_paused = True
+                self._transport.pause_reading()
 
     # ------------------------------------------------------------ the parser's
 
     def on_message_begin(self) -> None:
-        self._num_head_bytes = 0
         if self._answer is None:
             raise ReplicaLost("nothing was asked")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._num_head_bytes += len(name) + len(value)
-        if self._num_head_bytes > _MAX_HEAD_BYTES:
-            raise ReplicaLost("the head of an answer is too large")
-        if self._answer is not None:
-            text = value.decode("utf-8", "surrogateescape")
-            self._answer.headers[name.decode("ascii", "replace").lower()] = text
+        answer = self._answer
+        if answer is not None and not answer.status:  # else it comes behind a body, and nobody waits for it
+            answer.headers[name.decode("ascii", "replace").lower()] = value.decode("utf-8", "surrogateescape")
 
     def on_headers_complete(self) -> None:
         status, answer = self._parser.get_status_code(), self._answer
@@ -289,6 +294,9 @@ class ReplicaClient:
         for connection in list(self._open):
             connection.cut()
 
+    def enter(self, connection: _Connection) -> None:
+        self._open.add(connection)
+
     def keep(self, connection: _Connection) -> None:
         self._idle.setdefault(connection.url, []).append(connection)
 
@@ -325,7 +333,6 @@ class ReplicaClient:
             raise
         except OSError as error:
             raise ReplicaUnreachable(f"no connection to {parts.netloc} could be made") from error
-        self._open.add(connection)
         return connection
 
     @functools.cached_property
