@@ -42,6 +42,9 @@ class RequestRecord:
     error_code: str = ""
 
 
+_RECORD_FIELDS = tuple(field.name for field in fields(RequestRecord) if field.name != "arrival")
+
+
 def configure_logging(log_format: LogFormat, *, process: str, stream: TextIO | None = None) -> None:
     """Send the whole process's log lines to `stream` (standard error), each marked with the process's name."""
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
@@ -61,12 +64,11 @@ def log_event(logger: logging.Logger, message: str, *, level: int = logging.INFO
 
 def log_request(record: RequestRecord) -> None:
     """Write a request's line: what it asked for, what it cost and how it ended."""
-    left_out = {"arrival"} if record.num_choices else {"arrival", *_GENERATION_FIELDS}
     values: dict[str, Any] = {}
-    for field in fields(record):
-        value = getattr(record, field.name)
-        if field.name not in left_out and value not in ("", None):
-            values[field.name] = round(value, 6) if isinstance(value, float) else value
+    for name in _RECORD_FIELDS:
+        value = getattr(record, name)
+        if value not in ("", None) and (record.num_choices or name not in _GENERATION_FIELDS):
+            values[name] = round(value, 6) if isinstance(value, float) else value
     log_event(logging.getLogger(_ACCESS_LOGGER), "request", level=logging.INFO, **values)
 
 
