@@ -85,7 +85,9 @@ class Replica:
     @property
     def is_full(self) -> bool:
         limit = self.entry.max_in_flight
-        return (limit is not None and self.num_in_flight >= limit) or self.clock() < self._full_until
+        if limit is not None and self.num_in_flight >= limit:
+            return True
+        return self._full_until > 0.0 and self.clock() < self._full_until
 
     @property
     def seconds_until_free(self) -> float:

@@ -179,7 +179,7 @@ class Dispatcher:
         able = [
             replica
             for replica in self._eligible(wish.query)
-            if replica.is_usable and not replica.is_full and _can_go_on(replica, wish)
+            if replica.is_usable and not replica.is_full and (not wish.must_frame or _can_go_on(replica, wish))
         ]
         if wish.avoid:
             able = [replica for replica in able if replica.url not in wish.avoid] or able
