@@ -17,7 +17,6 @@ import httptools
 
 from penstock.fleet.config import HealthSection
 
-_IDLE_SECONDS = 30.0  # that a connection is kept for the next request
 _MAX_HEAD_BYTES = 64 * 1024
 _MAX_UNREAD_BYTES = 128 * 1024
 _NUM_OWN_LINES = 5  # of a request's head: those that are not given headers
@@ -129,10 +128,11 @@ class Answer:
 class _Connection(asyncio.Protocol):
     """One connection: it has one answer to read, or is idle."""
 
-    def __init__(self, client: "ReplicaClient", url: str, silence_seconds: float) -> None:
+    def __init__(self, client: "ReplicaClient", url: str, silence_seconds: float, idle_seconds: float) -> None:
         self.url = url
         self._client = client
         self._silence_seconds = silence_seconds
+        self._idle_seconds = idle_seconds
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._answer: Answer | None = None
@@ -146,7 +146,7 @@ class _Connection(asyncio.Protocol):
     @property
     def is_fresh(self) -> bool:
         """Whether it can be expected to be open at the other end too."""
-        return not self._transport.is_closing() and self._loop.time() - self._heard_at < _IDLE_SECONDS
+        return not self._transport.is_closing() and self._loop.time() - self._heard_at < self._idle_seconds
 
     def send(self, head: bytes, body: bytes) -> Answer:
         if self._transport.is_closing():
@@ -245,14 +245,14 @@ class _Connection(asyncio.Protocol):
 
     @property
     def _look_seconds(self) -> float:
-        return min(_IDLE_SECONDS, self._silence_seconds)
+        return min(self._idle_seconds, self._silence_seconds)
 
     def _look(self) -> None:
         """Give up an answer that stays away, and close what nobody needs. A timer for each read would cost more."""
         now = self._loop.time()
         if self._is_paused:
             self._heard_at = now  # it is whoever reads that is slow
-        due = self._heard_at + (_IDLE_SECONDS if self._answer is None else self._silence_seconds)
+        due = self._heard_at + (self._idle_seconds if self._answer is None else self._silence_seconds)
         if now < due:
             self._timer = self._loop.call_at(min(due, now + self._look_seconds), self._look)
         elif self._answer is None:
@@ -270,8 +270,10 @@ class _Connection(asyncio.Protocol):
 class ReplicaClient:
     """All connections of a gateway to its replicas on which requests are sent."""
 
-    def __init__(self, health: HealthSection) -> None:
+    def __init__(self, health: HealthSection, *, idle_seconds: float = 30.0) -> None:
+        """`idle_seconds` is how long a connection is kept for the next request."""
         self._health = health
+        self._idle_seconds = idle_seconds
         self._open: set[_Connection] = set()
         self._idle: dict[str, list[_Connection]] = {}  # by URL of the replica, the last used at the end
 
@@ -324,7 +326,7 @@ class ReplicaClient:
         try:
             async with asyncio.timeout(self._health.connect_seconds):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: _Connection(self, url, self._health.silence_seconds),
+                    lambda: _Connection(self, url, self._health.silence_seconds, self._idle_seconds),
                     parts.hostname,
                     parts.port or (443 if is_secure else 80),
                     ssl=self._trust if is_secure else None,

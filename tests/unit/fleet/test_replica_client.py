@@ -79,8 +79,9 @@ def saying(*pieces: bytes, then_close: bool = False) -> Script:
 
 
 @contextlib.asynccontextmanager
-async def client(silence_seconds: float = 5.0) -> AsyncIterator[ReplicaClient]:
-    made = ReplicaClient(HealthSection(connect_seconds=2.0, silence_seconds=silence_seconds))
+async def client(silence_seconds: float = 5.0, idle_seconds: float = 5.0) -> AsyncIterator[ReplicaClient]:
+    health = HealthSection(connect_seconds=2.0, silence_seconds=silence_seconds)
+    made = ReplicaClient(health, idle_seconds=idle_seconds)
     yield made
     made.close()
     await asyncio.sleep(0)
@@ -122,6 +123,14 @@ async def test_a_connection_that_cannot_be_trusted_is_not_used_again(answered: b
             async with await post(made, script) as answer:
                 assert await answer.read() == b"hello"
             await asyncio.sleep(0.01)
+        assert script.num_connections == 2
+
+
+async def test_a_connection_that_nobody_uses_is_closed() -> None:
+    async with saying(HELLO).running() as script, client(idle_seconds=0.05) as made:
+        assert await (await post(made, script)).read() == b"hello"
+        await script.left.wait()
+        assert await (await post(made, script)).read() == b"hello"
         assert script.num_connections == 2
 
 
