@@ -41,6 +41,16 @@ class FakeStaging:
         yield SimpleNamespace(tensor=self.tensor, values=self.tensor.numpy())
 
 
+class NoTuner:
+    """On a CPU there is nothing to try."""
+
+    def allow(self, seconds):
+        pass
+
+    def save(self):
+        pass
+
+
 class FakeGraph:
     """Replays by running its body again: into the same memory, as far as anybody can tell."""
 
@@ -93,7 +103,7 @@ def engine_with_graphs(tiny):
         attention,
         rows,
         draw,
-        SimpleNamespace(stream=None, pool=None),
+        SimpleNamespace(stream=None, pool=None, tuner=NoTuner()),
         max_running=ROWS,
         max_step_tokens=STEP_TOKENS,
     )
