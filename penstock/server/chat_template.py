@@ -1,8 +1,8 @@
 """From messages to the text of a prompt, through the model's chat template, with limits that hold.
 
 The template runs in a process of its own (`server.template_process` says why). That process renders one prompt at a
-time; it is started when first needed, killed when it breaks a limit, and started again for the next prompt. Knows
-nothing of tokens.
+time; it is started when first needed, killed when it breaks a limit, and started again for the next prompt. A prompt
+that finds it dead is rendered by a new one. Knows nothing of tokens.
 """
 
 import asyncio
@@ -19,6 +19,9 @@ START_SECONDS = 30.0
 MAX_PROMPT_CHARACTERS = 16 * 1024**2
 
 _MODULE = "penstock.server.template_process"
+
+# What talking to a process that has ended raises.
+_DIED = (asyncio.IncompleteReadError, ConnectionError)
 
 
 class ChatTemplate:
@@ -56,13 +59,28 @@ class ChatTemplate:
         if not self._knows_developer:
             messages = [_as_system(message) for message in messages]
         async with self._turn, self._limits():
-            process = await self._started()
-            async with asyncio.timeout(self._render_seconds):
-                answer = await _exchange(process, {"messages": messages})
+            answer = await self._answer({"messages": messages})
         text = answer.get("text")
         if not isinstance(text, str):
             raise _failure(answer)
         return text
+
+    async def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return what the process says to `request`."""
+        waited = self._process is not None
+        try:
+            return await self._ask(request)
+        except _DIED:
+            if not waited:
+                raise
+            # It may have been dead before this prompt. A fresh one that dies too is the template's doing.
+            await self._kill()
+            return await self._ask(request)
+
+    async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        process = await self._started()
+        async with asyncio.timeout(self._render_seconds):
+            return await _exchange(process, request)
 
     @contextlib.asynccontextmanager
     async def _limits(self) -> AsyncIterator[None]:
@@ -73,7 +91,7 @@ class ChatTemplate:
             await self._kill()
             seconds = f"{self._render_seconds:g} s"
             raise TemplateFailed(f"the chat template took longer than {seconds}", param="messages") from None
-        except (asyncio.IncompleteReadError, ConnectionError, ValueError):
+        except (*_DIED, ValueError):
             await self._kill()
             raise TemplateFailed("the chat template broke its limits and was ended", param="messages") from None
         except asyncio.CancelledError:
@@ -122,6 +140,8 @@ async def _exchange(process: asyncio.subprocess.Process, document: dict[str, Any
     """Send one frame and return the answer to it."""
     assert process.stdin is not None
     assert process.stdout is not None
+    if process.stdin.is_closing():
+        raise ConnectionResetError  # what uvloop calls a RuntimeError
     process.stdin.write(encode_frame(document))
     await process.stdin.drain()
     length = length_in(await process.stdout.readexactly(HEAD_BYTES))

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+import uvloop
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from penstock.errors import TemplateFailed
@@ -143,6 +144,31 @@ async def test_after_a_kill_the_next_prompt_is_rendered(make):
     with pytest.raises(TemplateFailed):
         await template.render([{"role": "user", "content": "loop"}])
     assert await template.render([{"role": "user", "content": "go"}]) == "ok"
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_process_that_died_while_idle_is_replaced_and_the_prompt_is_rendered(monkeypatch, new_loop):
+    processes = []
+    start = asyncio.create_subprocess_exec
+
+    async def noting_start(*arguments, **options):
+        processes.append(await start(*arguments, **options))
+        return processes[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noting_start)
+
+    async def render_around_a_death() -> list[str]:
+        template = ChatTemplate("{{ messages[0].content }}")
+        texts = [await template.render([{"role": "user", "content": "before"}])]
+        processes[0].kill()
+        await processes[0].wait()
+        texts.append(await template.render([{"role": "user", "content": "after"}]))
+        await template.close()
+        return texts
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(render_around_a_death()) == ["before", "after"]
+    assert len(processes) == 2
 
 
 async def test_a_caller_who_gives_up_does_not_get_the_next_ones_prompt(make):
