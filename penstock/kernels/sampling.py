@@ -93,7 +93,7 @@ def draw_filtered(
 ) -> Tensor:
     """Draw after top-k, then min-p, then top-p. top_k: [n] int64, 0 for no limit; top_p, min_p: [n] float32."""
     vocab_size = logits.shape[-1]
-    probabilities = torch.softmax(logits / temperatures[:, None], dim=-1)
+    probabilities = torch.softmax(logits / temperatures.clamp(min=_LEAST_TEMPERATURE)[:, None], dim=-1)
     limit = min(vocab_size, _TOP_CANDIDATES)
     ranked, tokens = torch.topk(probabilities, limit, dim=-1)
     if limit < vocab_size and bool(_needs_more(ranked, top_k, top_p, min_p).any()):

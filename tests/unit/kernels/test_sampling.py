@@ -1,5 +1,6 @@
 """Draws against what the parameters promise, computed the slow and plain way."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,6 +73,16 @@ def test_more_candidates_than_the_first_look_are_found():
     }
     assert len(tokens) > 30
     assert max(tokens) > sampling._TOP_CANDIDATES
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-38, 1e-45, 0.0])
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(0, 1.0, 0.0), (0, 0.5, 0.0), (5, 1.0, 0.0), (0, 1.0, 0.5)])
+def test_the_least_temperatures_take_the_best_token_whatever_the_filter(temperature, top_k, top_p, min_p):
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(6)) * 20
+    logits[:, 3] = float("-inf")
+    draws = torch.full((4,), temperature), torch.arange(4), torch.arange(4)
+    filters = torch.full((4,), top_k), torch.full((4,), top_p), torch.full((4,), min_p)
+    assert sampling.draw_filtered(logits, *draws, *filters).tolist() == logits.argmax(dim=-1).tolist()
 
 
 def test_plain_draws_follow_the_distribution():
