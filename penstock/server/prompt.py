@@ -34,13 +34,13 @@ async def text_prompt(
     if len(text) <= _SHORT_TEXT_CHARACTERS:
         return Prompt(context.tokenizer.encode(text, add_special=add_special), text)
     limit = info.max_context_tokens
-    if (fewest := context.tokenizer.fewest_tokens(text)) >= limit:
+    if (fewest := context.tokenizer.fewest_tokens(text)) > limit:
         raise ContextTooLong(fewest, limit, param=param, at_least=True)
     num_tried = limit * _TRIED_CHARACTERS_PER_TOKEN
     if len(text) > 2 * num_tried:
         tried = await asyncio.to_thread(context.tokenizer.encode, text[:num_tried], add_special=False)
         # The last word may be cut, and another tokenised otherwise for it: four of five tokens are surely there.
-        if (fewest := len(tried) * 4 // 5) >= limit:
+        if (fewest := len(tried) * 4 // 5) > limit:
             raise ContextTooLong(fewest, limit, param=param, at_least=True)
     return Prompt(await asyncio.to_thread(context.tokenizer.encode, text, add_special=add_special), text)
 

@@ -4,7 +4,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.engine.messages import EngineInfo
-from penstock.errors import InvalidParameter, NotPermitted
+from penstock.errors import ContextTooLong, InvalidParameter, NotPermitted
 from penstock.protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from penstock.server.answer import Prompt
 from penstock.server.body import read_request
@@ -29,6 +29,10 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
         wanted.check_combinations()
         info = context.engine_info(caller_of(request))
         token_ids = (await _prompt(context, wanted, info)).token_ids
+        if len(token_ids) > info.max_context_tokens:
+            param = "prompt" if wanted.messages is None else "messages"
+            right = "give a shorter text" if wanted.messages is None else "give shorter messages"
+            raise ContextTooLong(len(token_ids), info.max_context_tokens, param=param, right=right)
         texts = [context.tokenizer.token_text(token_id) for token_id in token_ids] if wanted.return_token_strs else None
         return json_response(TokenizeResponse(len(token_ids), info.max_context_tokens, token_ids, texts))
 

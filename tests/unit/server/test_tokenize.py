@@ -93,6 +93,22 @@ async def test_more_tokens_than_the_context_are_not_turned_into_text(service):
     assert response.json()["error"]["param"] == "tokens"
 
 
+async def test_a_text_may_have_as_many_tokens_as_the_context_and_no_more(service):
+    assert (await service.post("/tokenize", prompt="x" * 512)).json()["count"] == 512
+    response = await service.post("/tokenize", prompt="x" * 513)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    assert "has 513 tokens" in error["message"]
+    assert "answer" not in error["message"]
+
+
+async def test_messages_that_exceed_the_context_are_not_tokenised(service):
+    response = await service.post("/tokenize", messages=[{"role": "user", "content": "x" * 512}])
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages"
+
+
 async def test_before_the_engine_has_told_its_context_nothing_is_tokenised(service):
     service.engine.info = None
     for path, fields in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
