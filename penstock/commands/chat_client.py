@@ -142,14 +142,13 @@ class ChatClient:
             raise RemoteError(f"{self.url} ended the answer before it was complete")
 
     async def _chunks(self, method: str, path: str, body: object | None) -> AsyncGenerator[bytes, None]:
-        session = self._open()
         try:
-            async with session.request(method, self.url + path, json=body, allow_redirects=False) as response:
+            async with self._open().request(method, self.url + path, json=body, allow_redirects=False) as response:
                 if response.status != 200:
                     raise RemoteError(_refusal(self.url, response.status, await _read_error(response)))
                 async for chunk in response.content.iter_any():
                     yield chunk
-        except aiohttp.InvalidURL as error:
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError, UnicodeError) as error:  # the last: no host's name
             raise RemoteError(f"{self.url!r} is not a URL; give one such as http://127.0.0.1:8000") from error
         except aiohttp.ClientConnectorError as error:
             raise RemoteError(
@@ -163,9 +162,16 @@ class ChatClient:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENCE_SECONDS)
             # A proxy from the environment is for servers elsewhere; it cannot reach this machine's own loopback.
-            use_proxy = urlsplit(self.url).hostname not in ("127.0.0.1", "localhost", "::1")
+            use_proxy = _host(self.url) not in ("127.0.0.1", "localhost", "::1")
             self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout, trust_env=use_proxy)
         return self._session
+
+
+def _host(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError as error:
+        raise aiohttp.InvalidURL(url) from error
 
 
 async def _read_error(response: aiohttp.ClientResponse) -> bytes:

@@ -140,6 +140,7 @@ async def test_a_redirect_is_not_followed() -> None:
         await ask(url)
 
 
-async def test_a_url_that_is_none_is_refused() -> None:
-    with pytest.raises(RemoteError, match=r"give one such as http://127\.0\.0\.1:8000"):
-        await ask("not a url")
+@pytest.mark.parametrize("url", ["not a url", "127.0.0.1:8000", "localhost:8000", "ftp://x", "http://[", "http://.."])
+async def test_a_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(RemoteError, match=r"is not a URL; give one such as http://127\.0\.0\.1:8000"):
+        await ask(url)
