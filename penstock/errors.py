@@ -271,3 +271,7 @@ class EngineFailed(PenstockError):
 
 class RemoteError(PenstockError):
     code = "remote_error"
+
+    def __init__(self, message: str, *, remote_code: str | None = None) -> None:
+        super().__init__(message)
+        self.remote_code = remote_code  # which the server gave its refusal, where it did

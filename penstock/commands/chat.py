@@ -6,6 +6,7 @@ conversation; `chat_client` knows the server.
 
 import asyncio
 import contextlib
+import io
 import json
 import re
 import sys
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.commands.chat_client import Answer, ChatClient, Message
-from penstock.errors import RemoteError
+from penstock.errors import ContextTooLong, PenstockError, RemoteError, RequestError
 
 HELP = """\
 /help            this list
@@ -74,11 +75,13 @@ class Chat:
         self._interactive = interactive
 
     def run(self, lines: Iterable[str]) -> None:
-        for line in lines:
+        for number, line in enumerate(lines, start=1):
             text = line.strip()
-            if text in ("/quit", "/exit"):
+            if not _is_unicode(text):
+                self._fail(RequestError(f"line {number} of the input is not UTF-8; convert it, for example with iconv"))
+            elif text in ("/quit", "/exit"):
                 return
-            if text.startswith("/"):
+            elif text.startswith("/"):
                 self._command(text)
             elif text:
                 self._turn(text)
@@ -88,10 +91,7 @@ class Chat:
         try:
             self._runner.run(self._show_answer(self.conversation.with_question(question), answer))
         except RemoteError as error:
-            if not self._interactive:
-                raise
-            self._console.out()
-            self._note(str(error), style="red")
+            self._fail(self._with_advice(error))
         except KeyboardInterrupt:
             if not self._interactive:
                 raise
@@ -104,6 +104,18 @@ class Chat:
         # What was said before a stop or a failure is part of the conversation; a question without answer is not.
         if answer.text:
             self.conversation.add(question, answer.text)
+
+    def _fail(self, error: PenstockError) -> None:
+        """Tell a person; end a run of piped lines, whose answers nobody could tell apart behind a gap."""
+        if not self._interactive:
+            raise error
+        self._console.out()
+        self._note(str(error), style="red")
+
+    def _with_advice(self, error: RemoteError) -> RemoteError:
+        if error.remote_code != ContextTooLong.code or not self.conversation.turns:
+            return error
+        return RemoteError(f"{error}. The conversation has grown too long: the line /reset begins it anew")
 
     async def _show_answer(self, messages: list[Message], answer: Answer) -> None:
         waiting = self._console.status("") if self._interactive else contextlib.nullcontext()
@@ -182,10 +194,17 @@ def run(
             )
             if interactive:
                 console.print(Text(f"{served} at {client.url}. /help lists commands, Ctrl-D leaves.", style="dim"))
+            if isinstance(sys.stdin, io.TextIOWrapper):
+                sys.stdin.reconfigure(errors="surrogateescape")  # or a wrong byte would hide the lines before it
             chat.run(_typed_lines(console) if interactive else sys.stdin)
         finally:
             runner.run(client.aclose())
     return 0
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether every character is one: Python has bytes that it cannot decode stand as halves of surrogate pairs."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _first_model(models: Mapping[str, int | None], url: str) -> tuple[str, int | None]:

@@ -145,7 +145,7 @@ class ChatClient:
         try:
             async with self._open().request(method, self.url + path, json=body, allow_redirects=False) as response:
                 if response.status != 200:
-                    raise RemoteError(_refusal(self.url, response.status, await _read_error(response)))
+                    raise _refusal(self.url, response.status, await _read_error(response))
                 async for chunk in response.content.iter_any():
                     yield chunk
         except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError, UnicodeError) as error:  # the last: no host's name
@@ -212,11 +212,12 @@ def _take_event(event: dict[str, Any], answer: Answer) -> str:
     return piece
 
 
-def _refusal(url: str, status: int, body: bytes) -> str:
+def _refusal(url: str, status: int, body: bytes) -> RemoteError:
     try:
-        message = json.loads(body)["error"]["message"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        message = "no reason given"
+        error = json.loads(body)["error"]
+        message, code = error["message"], error.get("code")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        message, code = "no reason given", None
     if status == 401:
-        return f"{url} wants another key ({message}); give it with --api-key or PENSTOCK_API_KEY"
-    return f"{url} refused with status {status}: {message}"
+        return RemoteError(f"{url} wants another key ({message}); give it with --api-key or PENSTOCK_API_KEY")
+    return RemoteError(f"{url} refused with status {status}: {message}", remote_code=code)

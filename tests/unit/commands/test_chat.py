@@ -15,7 +15,7 @@ from rich.console import Console
 
 from penstock.commands.chat import Chat, Conversation, describe, run
 from penstock.commands.chat_client import Answer, ChatClient, Message
-from penstock.errors import RemoteError
+from penstock.errors import RemoteError, RequestError
 from tests.fakes.chat_server import ChatScript, serve_chat
 
 
@@ -171,6 +171,44 @@ def test_a_piped_turn_that_fails_ends_the_run(script: ChatScript) -> None:
         with pytest.raises(RemoteError, match="status 400: no"):
             terminal.type("one")
         terminal.close()
+
+
+@pytest.mark.parametrize("interactive", [True, False])
+def test_a_conversation_that_outgrows_the_context_is_told_of_reset(script: ChatScript, interactive: bool) -> None:
+    too_long = {"error": {"message": "too long", "code": "context_length_exceeded"}}
+    with serve_chat(script) as url:
+        terminal = Terminal(url, interactive=interactive)
+        terminal.type("one")
+        script.status, script.error = 400, too_long
+        advice = "status 400: too long. The conversation has grown too long: the line /reset begins it anew"
+        if interactive:
+            assert advice in terminal.type("two")
+        else:
+            with pytest.raises(RemoteError, match=advice):
+                terminal.type("two")
+        terminal.close()
+
+
+def test_a_first_question_over_the_context_is_not_told_of_reset(script: ChatScript, terminal: Terminal) -> None:
+    script.status, script.error = 400, {"error": {"message": "too long", "code": "context_length_exceeded"}}
+    assert "/reset" not in terminal.type("one")
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_piped_line_that_is_not_utf_8_is_told_by_its_number(
+    script: ChatScript, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], errors: str
+) -> None:
+    lines = io.BytesIO("hé\n".encode() + b"caf\xe9\nunheard\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(lines, encoding="utf-8", errors=errors))
+    with serve_chat(script) as url, pytest.raises(RequestError, match=r"^line 2 of the input is not UTF-8; convert it"):
+        run(url, None, None, None, {})
+    assert capsys.readouterr().out == "Hello\n"
+    assert [request["messages"][-1]["content"] for request in script.requests] == ["hé"]
+
+
+def test_a_typed_line_that_is_not_utf_8_does_not_end_the_chat(script: ChatScript, terminal: Terminal) -> None:
+    assert "line 1 of the input is not UTF-8" in terminal.type("caf\udce9", "one")
+    assert [request["messages"][-1]["content"] for request in script.requests] == ["one"]
 
 
 def test_the_first_served_model_is_the_default(
