@@ -248,6 +248,8 @@ def to_number(
     """Return a finite number from `low` (over it, with `open_low`) to `high`. Raises ConfigError."""
     number = _read_number(value, kind)
     if number is None or number < low or number > high or (open_low and number == low):
+        if low == high:
+            raise ConfigError(shown, value, f"give {low:g}, the only value there is so far")
         what = "a whole number" if kind is int else "a number"
         least = f"over {low:g}" if open_low else f"of at least {low:g}" if high == math.inf else f"from {low:g}"
         most = "" if high == math.inf else f" {'and at most' if open_low else 'to'} {high:.15g}"

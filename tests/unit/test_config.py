@@ -54,6 +54,7 @@ def test_none_counts_as_not_given() -> None:
         ("drain_seconds", "1e999", "give a number of at least 0"),
         ("drain_seconds", "-1", "give a number of at least 0"),
         ("device", "tpu", "give one of: auto, cpu, cuda, simulated"),
+        ("tensor_parallel", "2", "give 1, the only value there is so far"),
         ("prefix_cache", "perhaps", "give true or false"),
     ],
 )
