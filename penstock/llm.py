@@ -4,6 +4,7 @@ The same engine, scheduler and text assembly as the server's, without the socket
 """
 
 import asyncio
+import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,9 @@ from penstock.engine.messages import Submit, TokenEvent, TokenLogprob
 from penstock.engine.scheduler.intake import check_submit
 from penstock.engine.timeline import Timeline
 from penstock.engine.tokenizer import Tokenizer
-from penstock.errors import EngineFailed, EngineUnavailable, RequestError, TemplateFailed
+from penstock.errors import EngineFailed, EngineUnavailable, InvalidParameter, RequestError, TemplateFailed
 from penstock.models import store
-from penstock.request import FinishReason, SamplingParams, check_answer_fits
+from penstock.request import FinishReason, SamplingParams, check_answer_fits, check_text_tokens
 from penstock.server.chat_template import ChatTemplate
 from penstock.server.text_assembly import TextAssembler
 
@@ -119,6 +120,7 @@ class LLM:
             raise TemplateFailed("this model has no chat template; use generate()", param="messages")
         text = asyncio.run(self._render(self.tokenizer.chat_template, messages))
         ids = self.tokenizer.encode(text, add_special=False)
+        check_text_tokens(ids, self.spec.vocab_size, param="messages")
         return self.generate([ids], params)[0]
 
     def score(self, prompts: Iterable[Prompt]) -> list[list[float | None]]:
@@ -141,7 +143,11 @@ class LLM:
         self.close()
 
     def _to_ids(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else list(prompt)
+        if not isinstance(prompt, str):
+            return _token_ids(prompt)
+        token_ids = self.tokenizer.encode(prompt, add_special=True)
+        check_text_tokens(token_ids, self.spec.vocab_size, param="prompt")
+        return token_ids
 
     def _params_for(
         self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None
@@ -215,6 +221,22 @@ class LLM:
             return await chat_template.render(messages)
         finally:
             await chat_template.close()
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    """Return whole numbers of any library as Python's own. Raises InvalidParameter where they are something else."""
+    right = "give a text or a list of token ids"
+    if not isinstance(prompt, Iterable):
+        raise InvalidParameter("prompt", prompt, right)
+    token_ids = []
+    for item in prompt:
+        try:
+            token_ids.append(operator.index(item))
+        except TypeError:
+            raise InvalidParameter("prompt", item, right) from None
+        if isinstance(item, bool):
+            raise InvalidParameter("prompt", item, right)
+    return token_ids
 
 
 def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

@@ -4,13 +4,12 @@ Shared by every layer. Knows nothing of HTTP, tokens' text or tensors.
 """
 
 import enum
-import inspect
 import math
 import numbers
 
 import msgspec
 
-from penstock.errors import ContextTooLong, InvalidParameter
+from penstock.errors import ContextTooLong, InvalidParameter, RequestError
 
 MAX_LOGPROBS = 20
 MAX_COUNT = 2**31 - 1  # of tokens, where nothing else sets a limit
@@ -81,7 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             try:
                 msgspec.convert(_plain(value), field.type)
             except msgspec.ValidationError:
-                raise InvalidParameter(field.name, value, f"give {inspect.formatannotation(field.type)}") from None
+                raise InvalidParameter(field.name, value, f"give {_KINDS[field.type]}") from None
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidParameter for the first value the engine cannot honour."""
@@ -110,6 +109,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_token("stop_token_ids", token_id, vocab_size)
 
 
+# What a parameter's type is called to whoever gave another.
+_KINDS: dict[object, str] = {
+    int: "an integer",
+    int | None: "an integer or None",
+    float: "a number",
+    bool: "True or False",
+    dict[int, float]: "a dict from token ids to numbers",
+    tuple[str, ...]: "a tuple of texts",
+    tuple[int, ...]: "a tuple of token ids",
+}
+
+
 def _plain(value: object) -> object:
     """Return another library's number as Python's own."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -126,6 +137,17 @@ def check_answer_fits(
         what = f"the prompt ({num_prompt_tokens} tokens) plus {param} ({max_tokens})"
         total = num_prompt_tokens + max_tokens
         raise ContextTooLong(total, max_context_tokens, what=what, param=param, right=f"give at most {room}")
+
+
+def check_text_tokens(token_ids: list[int], vocab_size: int, *, param: str) -> None:
+    """Raise when the tokenizer gave a text a token that the model has no place for."""
+    highest = max(token_ids, default=0)
+    if highest >= vocab_size:
+        raise RequestError(
+            f"{param}: the tokenizer has token {highest} for a part of this text, but the model knows 0 to "
+            f"{vocab_size - 1} only; leave that part out, most likely a special token",
+            param=param,
+        )
 
 
 def _check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

@@ -9,6 +9,7 @@ import asyncio
 from penstock.engine.messages import EngineInfo
 from penstock.errors import ContextTooLong, InvalidParameter, RequestError, TemplateFailed
 from penstock.protocol.openai_chat import ChatMessage
+from penstock.request import check_text_tokens
 from penstock.server.answer import Prompt
 from penstock.server.context import ServerContext
 
@@ -64,5 +65,7 @@ def check_prompt(prompt: Prompt, info: EngineInfo, *, param: str) -> None:
         wrong = next((item for item in prompt.token_ids if not 0 <= item < info.vocab_size), None)
         if wrong is not None:
             raise InvalidParameter(param, wrong, f"give token ids from 0 to {info.vocab_size - 1}")
+    else:
+        check_text_tokens(prompt.token_ids, info.vocab_size, param=param)
     if len(prompt.token_ids) >= info.max_context_tokens:
         raise ContextTooLong(len(prompt.token_ids), info.max_context_tokens, param=param)

@@ -59,6 +59,26 @@ def test_an_id_out_of_the_vocabulary_is_shown(llm, token_id):
         llm.generate([[1, token_id, 2]])
 
 
+@pytest.mark.parametrize("prompts", [[[1.5]], [[5, "6"]], [[5, None]], [[5, True]], [1.5], [None]])
+def test_what_is_neither_text_nor_token_ids_is_the_callers_mistake(llm, prompts):
+    for call in (llm.generate, llm.score):
+        with pytest.raises(InvalidParameter, match="is not usable; give a text or a list of token ids$"):
+            call(prompts)
+
+
+def test_token_ids_of_numpy_are_token_ids(llm):
+    params = SamplingParams(max_tokens=1)
+    assert llm.generate([np.array([5, 6])], params)[0].num_prompt_tokens == 2
+
+
+def test_a_text_with_a_token_that_the_model_lacks_is_not_asked_for_token_ids(llm, monkeypatch):
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda text, *, add_special: [5, 512])
+    with pytest.raises(RequestError, match="^prompt: the tokenizer has token 512 for a part of this text"):
+        llm.generate(["hi"])
+    with pytest.raises(RequestError, match="^messages: the tokenizer has token 512 for a part of this text"):
+        llm.chat([{"role": "user", "content": "hi"}])
+
+
 def test_a_prompt_over_the_context_is_refused_with_both_numbers(llm):
     with pytest.raises(ContextTooLong, match=r"100 tokens.* 96 tokens") as caught:
         llm.generate([[5] * 100])
@@ -91,7 +111,7 @@ def test_a_chat_needs_a_template(llm, monkeypatch):
 
 
 def test_a_type_that_a_parameter_cannot_have_is_told_with_the_right_one(llm):
-    with pytest.raises(InvalidParameter, match=r"^max_tokens: 2\.5 is not usable; give int \| None$"):
+    with pytest.raises(InvalidParameter, match=r"^max_tokens: 2\.5 is not usable; give an integer or None$"):
         llm.generate([[5]], [SamplingParams(max_tokens=2.5)])
     with pytest.raises(RequestError, match="give SamplingParams"):
         llm.generate([[5]], {"max_tokens": 2})

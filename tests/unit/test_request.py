@@ -72,6 +72,12 @@ def test_a_value_beyond_its_limits_is_refused_by_name(values: dict[str, Any], na
     assert "is not usable; give" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", SamplingParams.__struct_fields__)
+def test_a_value_of_a_wrong_type_is_told_the_right_one_in_words(name: str) -> None:
+    with pytest.raises(InvalidParameter, match=f"^{name}: .* is not usable; give (an|a|True) [^\\[|]*$"):
+        SamplingParams(**{name: object()}).check_types()
+
+
 @pytest.mark.parametrize("name", ["max_tokens", "min_tokens", "top_k"])
 def test_a_count_that_is_too_large_is_told_the_limit(name: str) -> None:
     with pytest.raises(InvalidParameter, match="to 2147483647"):

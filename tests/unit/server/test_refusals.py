@@ -338,3 +338,15 @@ async def test_too_many_prompts_are_shown_as_sent_with_their_number(service):
     message = error_of(response, 400, "invalid_parameter")["message"]
     assert message.startswith('prompt: ["a", "a", ')
     assert message.endswith("65 prompts × n (2) are 130; give at most 128")
+
+
+async def test_a_text_with_a_token_that_the_model_lacks_is_not_asked_for_token_ids(service):
+    service.engine.info = msgspec.structs.replace(service.engine.info, vocab_size=200)
+    (token_id,) = service.tokenizer.encode("<|start|>", add_special=False)
+    expected = f"the tokenizer has token {token_id} for a part of this text, but the model knows 0 to 199 only"
+    for response, param in ((await service.complete("<|start|>"), "prompt"), (await service.chat(), "messages")):
+        error = error_of(response, 400, "invalid_request")
+        assert error["param"] == param
+        assert expected in error["message"]
+        assert "give token ids" not in error["message"]
+    assert service.engine.submitted == []
