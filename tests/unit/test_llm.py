@@ -62,7 +62,7 @@ def test_an_id_out_of_the_vocabulary_is_shown(llm, token_id):
 @pytest.mark.parametrize("prompts", [[[1.5]], [[5, "6"]], [[5, None]], [[5, True]], [1.5], [None]])
 def test_what_is_neither_text_nor_token_ids_is_the_callers_mistake(llm, prompts):
     for call in (llm.generate, llm.score):
-        with pytest.raises(InvalidParameter, match="is not usable; give a text or a list of token ids$"):
+        with pytest.raises(InvalidParameter, match=r"is not usable; give a text or a list of token ids$"):
             call(prompts)
 
 
@@ -73,9 +73,9 @@ def test_token_ids_of_numpy_are_token_ids(llm):
 
 def test_a_text_with_a_token_that_the_model_lacks_is_not_asked_for_token_ids(llm, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "encode", lambda text, *, add_special: [5, 512])
-    with pytest.raises(RequestError, match="^prompt: the tokenizer has token 512 for a part of this text"):
+    with pytest.raises(RequestError, match=r"^prompt: the tokenizer has token 512 for a part of this text"):
         llm.generate(["hi"])
-    with pytest.raises(RequestError, match="^messages: the tokenizer has token 512 for a part of this text"):
+    with pytest.raises(RequestError, match=r"^messages: the tokenizer has token 512 for a part of this text"):
         llm.chat([{"role": "user", "content": "hi"}])
 
 

@@ -103,6 +103,14 @@ def test_a_temperature_next_to_zero_takes_the_best_token() -> None:
     assert found.tolist() == logits.argmax(dim=-1).tolist()
 
 
+def test_a_temperature_next_to_zero_takes_the_best_token_behind_a_filter() -> None:
+    logits = 30 * random_logits(2)[:, :SMALL].contiguous()
+    settings = numbers([1e-38, 1e-45]), integers([1, 2]), integers([1, 2])
+    for top_k, top_p, min_p in ((0, 0.5, 0.0), (5, 1.0, 0.0), (0, 1.0, 0.5)):
+        filters = integers([top_k] * 2), numbers([top_p] * 2), numbers([min_p] * 2)
+        assert sampling.sample_filtered(logits, *settings, *filters)[0].tolist() == logits.argmax(dim=-1).tolist()
+
+
 def test_greedy_and_random_rows_mix() -> None:
     logits = random_logits(2)
     tokens, _ = draw(logits, numbers([0.0, 1.0]), integers([3, 3]), integers([5, 5]))

@@ -341,10 +341,10 @@ async def test_too_many_prompts_are_shown_as_sent_with_their_number(service):
 
 
 async def test_a_text_with_a_token_that_the_model_lacks_is_not_asked_for_token_ids(service):
-    service.engine.info = msgspec.structs.replace(service.engine.info, vocab_size=200)
-    (token_id,) = service.tokenizer.encode("<|start|>", add_special=False)
-    expected = f"the tokenizer has token {token_id} for a part of this text, but the model knows 0 to 199 only"
-    for response, param in ((await service.complete("<|start|>"), "prompt"), (await service.chat(), "messages")):
+    (token_id,) = service.tokenizer.encode("<|end|>", add_special=False)
+    service.engine.info = msgspec.structs.replace(service.engine.info, vocab_size=token_id)
+    expected = f"token {token_id} for a part of this text, but the model knows 0 to {token_id - 1} only"
+    for response, param in ((await service.complete("x<|end|>"), "prompt"), (await service.chat(), "messages")):
         error = error_of(response, 400, "invalid_request")
         assert error["param"] == param
         assert expected in error["message"]
