@@ -115,7 +115,7 @@ class Chat:
     def _with_advice(self, error: RemoteError) -> RemoteError:
         if error.remote_code != ContextTooLong.code or not self.conversation.turns:
             return error
-        return RemoteError(f"{error}. The conversation has grown too long: the line /reset begins it anew")
+        return RemoteError(f"{error}. A line with /reset forgets what was said before")
 
     async def _show_answer(self, messages: list[Message], answer: Answer) -> None:
         waiting = self._console.status("") if self._interactive else contextlib.nullcontext()

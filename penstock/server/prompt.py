@@ -13,6 +13,7 @@ from penstock.request import check_text_tokens
 from penstock.server.answer import Prompt
 from penstock.server.context import ServerContext
 
+SHORTER = "give a shorter one"
 _SHORT_TEXT_CHARACTERS = 4096  # cheaper to tokenise at once than to hand to a thread
 # Tokens seldom have more characters. Of a text twice as long, for each token of the context, so much is tried first.
 _TRIED_CHARACTERS_PER_TOKEN = 8
@@ -36,13 +37,13 @@ async def text_prompt(
         return Prompt(context.tokenizer.encode(text, add_special=add_special), text)
     limit = info.max_context_tokens
     if (fewest := context.tokenizer.fewest_tokens(text)) > limit:
-        raise ContextTooLong(fewest, limit, param=param, at_least=True)
+        raise ContextTooLong(fewest, limit, param=param, at_least=True, right=SHORTER)
     num_tried = limit * _TRIED_CHARACTERS_PER_TOKEN
     if len(text) > 2 * num_tried:
         tried = await asyncio.to_thread(context.tokenizer.encode, text[:num_tried], add_special=False)
         # The last word may be cut, and another tokenised otherwise for it: four of five tokens are surely there.
         if (fewest := len(tried) * 4 // 5) > limit:
-            raise ContextTooLong(fewest, limit, param=param, at_least=True)
+            raise ContextTooLong(fewest, limit, param=param, at_least=True, right=SHORTER)
     return Prompt(await asyncio.to_thread(context.tokenizer.encode, text, add_special=add_special), text)
 
 

@@ -11,7 +11,7 @@ from penstock.server.body import read_request
 from penstock.server.context import ServerContext
 from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
 from penstock.server.json_response import json_response
-from penstock.server.prompt import chat_prompt, text_prompt
+from penstock.server.prompt import SHORTER, chat_prompt, text_prompt
 
 
 def endpoints(context: ServerContext) -> list[Endpoint]:
@@ -31,8 +31,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
         token_ids = (await _prompt(context, wanted, info)).token_ids
         if len(token_ids) > info.max_context_tokens:
             param = "prompt" if wanted.messages is None else "messages"
-            right = "give a shorter text" if wanted.messages is None else "give shorter messages"
-            raise ContextTooLong(len(token_ids), info.max_context_tokens, param=param, right=right)
+            raise ContextTooLong(len(token_ids), info.max_context_tokens, param=param, right=SHORTER)
         texts = [context.tokenizer.token_text(token_id) for token_id in token_ids] if wanted.return_token_strs else None
         return json_response(TokenizeResponse(len(token_ids), info.max_context_tokens, token_ids, texts))
 

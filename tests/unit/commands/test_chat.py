@@ -180,7 +180,7 @@ def test_a_conversation_that_outgrows_the_context_is_told_of_reset(script: ChatS
         terminal = Terminal(url, interactive=interactive)
         terminal.type("one")
         script.status, script.error = 400, too_long
-        advice = "status 400: too long. The conversation has grown too long: the line /reset begins it anew"
+        advice = "status 400: too long. A line with /reset forgets what was said before"
         if interactive:
             assert advice in terminal.type("two")
         else:
