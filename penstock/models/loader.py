@@ -7,6 +7,7 @@ Queries and keys are reordered so that the two numbers that rotate together are 
 rotation is one complex product. Formats that quantise rows do not notice.
 """
 
+import math
 import re
 from dataclasses import replace
 
@@ -39,6 +40,9 @@ from penstock.parallel.sharding import shard, shard_shared
 # Tensors that other software keeps in files although they follow from the settings.
 _IGNORABLE = (r".*rotary_emb\.inv_freq", r"rope_freqs\.weight", r"rope_factors_(short|long)\.weight")
 
+# Values looked at together in a search for damage: bounds its memory.
+_SCAN_VALUES = 1 << 22
+
 
 def load_model(
     files: ModelFiles,
@@ -67,6 +71,25 @@ def load_model(
     decoder = builder.build(context_tokens or spec.max_position)
     builder.refuse_unused(str(files.path))
     return decoder
+
+
+def refuse_damage(files: ModelFiles, spec: ModelSpec) -> None:
+    """Raise ModelError naming the first tensor with a number that is infinite or none. Reads every weight."""
+    if files.load_format == "dummy":
+        return
+    family, source = FAMILIES.load(spec.family), open_weights(files)
+    parts = locate(spec, family.gguf if files.kind == "gguf" else family.safetensors, source.has)
+    shapes = {part.tensor: part.shape for part in parts.values()}
+    for name, shape in shapes.items():
+        stored = source.get(name, shape)
+        step = max(1, _SCAN_VALUES // math.prod(shape[1:]))
+        for start in range(0, shape[0], step):
+            if not stored.row_range(start, min(start + step, shape[0])).dense().isfinite().all():
+                raise ModelError(
+                    "it holds numbers that are infinite or none (NaN); the file is damaged, fetch it again",
+                    file=stored.file,
+                    tensor=name,
+                )
 
 
 class _Builder:
