@@ -1,8 +1,8 @@
 """The header of a GGUF file, and its tensors as bytes.
 
-Trusts nothing: every count, length, offset, dimension and type is checked against the file's size before it is used, and
-the tensors must cover the data without gap or overlap.
-Knows the sizes of quantised blocks but not what they mean, and nothing of torch, models or tokenizers.
+Trusts nothing: every count, length, offset, dimension and type is checked against the file's size before it is used,
+and the tensors must cover the data without gap or overlap. Knows the sizes of quantised blocks but not what they mean,
+and nothing of torch, models or tokenizers.
 """
 
 import math
