@@ -119,6 +119,7 @@ def test_mistral_means_no_window_by_null_and_4096_by_absence(tmp_path: Path) -> 
         ({"rope_scaling": {"type": "mrope"}}, r"type: 'mrope' is not usable; supported are: .*yarn"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor: 0 is not usable"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor is missing"),
         ({"rope_scaling": "linear"}, "rope_scaling: 'linear' is not usable; give an object"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}}, "give 8 positive numbers"),
         ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["x", "y"]}, "layer_types: .*'x'"),
