@@ -103,10 +103,11 @@ def refuse_damage(files: ModelFiles, spec: ModelSpec) -> None:
 
 def _with_its_head(spec: ModelSpec, source: WeightSource, layout: WeightLayout) -> ModelSpec:
     """A head that is saved although the settings tie it to the embedding counts where the two differ."""
-    untied = replace(spec, tie_embeddings=False)
     head_name = layout.names["lm_head"]
+    assert isinstance(head_name, str)
     if not spec.tie_embeddings or head_name not in source.names():
         return spec
+    untied = replace(spec, tie_embeddings=False)
     parts = locate(untied, layout, source.has)
     embedding, head = (source.get(part.tensor, part.shape) for part in (parts["embedding"], parts["lm_head"]))
     if embedding.type == head.type:
