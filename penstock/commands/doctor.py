@@ -164,7 +164,7 @@ def check_default_model(options: Options) -> Finding:
         advice = "make it readable, or remove it and run `penstock pull`"
         return Finding("default model", Status.FAIL, f"{path} cannot be read ({error.strerror})", advice)
     if digest != store.ALIASES[name].file_sha256:
-        advice = f"remove it and run `penstock pull {name}`"
+        advice = f"`penstock pull {name}` fetches it again"
         return Finding("default model", Status.FAIL, f"{path} is damaged (its SHA-256 is {digest})", advice)
     return Finding("default model", Status.OK, f"{name}, SHA-256 {digest[:12]}… as published")
 

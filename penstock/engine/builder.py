@@ -20,7 +20,7 @@ from penstock.engine.device import Progress, device_for
 from penstock.engine.engine import Engine
 from penstock.engine.messages import Submit
 from penstock.engine.metrics import EngineMetrics
-from penstock.engine.runner.interface import Runner
+from penstock.engine.runner.interface import Runner, StepFailed
 from penstock.engine.scheduler.foresight import Foresight
 from penstock.engine.scheduler.pace import BatchPace, Pace
 from penstock.engine.scheduler.scheduler import Addressed, Scheduler, SchedulerConfig
@@ -70,7 +70,13 @@ def build_engine(
     timeline.mark("settings")
     runner = device.make_runner(config, spec, files, timeline, progress)
     engine = assemble(config, spec, runner, for_batches=for_batches)
-    warm_up(engine, config)
+    try:
+        warm_up(engine, config)
+    except EngineFailed as failure:
+        device.refuse_damage(spec, files)
+        if failure.__cause__ is not None:
+            log.error("the first step raised, though every weight is a finite number", exc_info=failure)
+        raise
     timeline.mark("first step")
     return BuiltEngine(engine, config, spec, settings)
 
@@ -121,21 +127,27 @@ def warm_up(engine: Engine, config: EngineConfig) -> None:
     """Run a few requests, so that first-use costs are paid and a broken model is found before anybody calls.
 
     Where prompts are quick, of many lengths: a scheduler that has only seen short steps would think that long ones are
-    no better.
+    no better. Raises EngineFailed where the model does not work.
     """
+    unusable = EngineFailed("the model gave no usable numbers in its first step; its weights may be damaged")
     metrics = engine.scheduler.metrics
     engine.scheduler.count_into(EngineMetrics())
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     most = min(config.max_context_tokens - 2, config.max_step_tokens, config.num_blocks * config.block_tokens // 2)
     longer = _WARM_UP_TOKENS if config.device_kind == "cuda" else ()
     events: list[Addressed] = []
+    engine.raises_failures = True
     for index, length in enumerate([*(length for length in longer if length <= most), min(8, most)]):
         # Of other tokens each time: what is cached does not run.
         prompt = [index] * length
         submit = Submit(request_id="warm-up", prompt=prompt, params=params, arrival=0.0, tenant=own_requests.WARM_UP)
         events += engine.submit(submit)
-        while engine.has_work:
-            events += engine.step()
+        try:
+            while engine.has_work:
+                events += engine.step()
+        except StepFailed as failure:
+            raise unusable from failure
+    engine.raises_failures = False
     engine.scheduler.count_into(metrics)
     if any(event.error is not None for _, event in events):
-        raise EngineFailed("the model gave no usable numbers in its first step; its weights may be damaged")
+        raise unusable

@@ -38,6 +38,10 @@ class Device(ABC):
     ) -> Runner:
         """Load the model and return what runs its plans."""
 
+    @abstractmethod
+    def refuse_damage(self, spec: ModelSpec, files: ModelFiles) -> None:
+        """After a step that failed: raise ModelError naming file and tensor, where a weight is no finite number."""
+
 
 DEVICES: Registry[type[Device]] = Registry(
     "device",

@@ -23,6 +23,7 @@ class Engine:
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.raises_failures = False  # a failed step is the caller's to tell, instead of the end of its requests only
         self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
         self._numbers: dict[tuple[bytes, str], int] = {}
 
@@ -131,6 +132,8 @@ class Engine:
         try:
             result = launched.wait()
         except StepFailed:
+            if self.raises_failures:
+                raise
             log.exception("step %d failed; its %d requests end with an error", plan.number, len(plan.slices))
             return self.scheduler.fail(plan.number)
         return self.scheduler.commit(result)

@@ -5,7 +5,7 @@ A family calls one of these readers and changes what is its own with `dataclasse
 
 from collections.abc import Mapping
 
-from penstock.models.end_tokens import gguf_end_token_ids
+from penstock.models.end_tokens import END_TOKEN_NAMES, gguf_end_token_ids
 from penstock.models.parameters import Names, WeightLayout
 from penstock.models.rope_settings import read_gguf_rope, read_rope, rope_section
 from penstock.models.settings import GgufSettings, Settings
@@ -46,9 +46,10 @@ def read_decoder(
     if ropes is None:
         section = rope_section(settings)
         ropes = (read_rope(settings, section, head_dim=head_dim, max_position=max_position, theta=theta),)
+    vocab_size = settings.integer("vocab_size")
     return ModelSpec(
         family=family,
-        vocab_size=settings.integer("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=settings.integer("intermediate_size"),
         num_heads=num_heads,
@@ -61,8 +62,8 @@ def read_decoder(
         activation=settings.choice(activation_key, _ACTIVATIONS, activation),
         tie_embeddings=settings.flag("tie_word_embeddings", tie_embeddings),
         dtype=settings.choice("dtype" if "dtype" in settings else "torch_dtype", _DTYPES, "float32"),
-        eos_token_ids=settings.integers("eos_token_id"),
-        bos_token_id=settings.optional_integer("bos_token_id", low=0),
+        eos_token_ids=settings.token_ids("eos_token_id", vocab_size),
+        bos_token_id=settings.optional_integer("bos_token_id", low=0, high=vocab_size - 1),
     )
 
 
@@ -89,11 +90,11 @@ def read_gguf_decoder(
     head_dim = settings.integer("attention.key_length", hidden_size // num_heads)
     if settings.integer("attention.value_length", head_dim) != head_dim:
         raise settings.refusal("attention.value_length", f"it must equal attention.key_length ({head_dim})")
-    embedding = settings.shapes.get("token_embd.weight", ())
+    vocab_size = _gguf_vocab_size(settings)
     ropes = ropes or (read_gguf_rope(settings, head_dim=head_dim, theta=theta),)
     return ModelSpec(
         family=family,
-        vocab_size=embedding[0] if embedding else settings.integer("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=settings.integer("feed_forward_length"),
         num_heads=num_heads,
@@ -107,9 +108,30 @@ def read_gguf_decoder(
         tie_embeddings="output.weight" not in settings.shapes,
         attention_bias="blk.0.attn_q.bias" in settings.shapes,
         dtype="bfloat16",  # what nearly all models were trained in; float16 can overflow
-        eos_token_ids=gguf_end_token_ids(settings.values),
-        bos_token_id=settings.tokenizer.optional_integer("bos_token_id", low=0),
+        eos_token_ids=_gguf_end_tokens(settings, vocab_size),
+        bos_token_id=settings.tokenizer.optional_integer("bos_token_id", low=0, high=vocab_size - 1),
     )
+
+
+def _gguf_vocab_size(settings: GgufSettings) -> int:
+    """Rows of the embedding. There may be more than the tokenizer has tokens, for the sake of round numbers."""
+    embedding = settings.shapes.get("token_embd.weight", ())
+    if not embedding:
+        return settings.integer("vocab_size")
+    if settings.integer("vocab_size", embedding[0]) != embedding[0]:
+        raise settings.refusal("vocab_size", f"tensor token_embd.weight has {embedding[0]} rows")
+    tokens = settings.values.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) > embedding[0]:
+        raise settings.tokenizer.refusal("tokens", f"tensor token_embd.weight has only {embedding[0]} rows")
+    return embedding[0]
+
+
+def _gguf_end_tokens(settings: GgufSettings, vocab_size: int) -> tuple[int, ...]:
+    ids = gguf_end_token_ids(settings.values)
+    for name in END_TOKEN_NAMES:
+        if settings.tokenizer.values.get(f"tokenizer.ggml.{name}") in ids:
+            settings.tokenizer.token_ids(name, vocab_size)
+    return ids
 
 
 ATTENTION_NAMES: Names = {

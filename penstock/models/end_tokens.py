@@ -15,11 +15,16 @@ _END_TOKENS = frozenset(
     }
 )
 
+END_TOKEN_NAMES = ("eos_token_id", "eot_token_id", "eom_token_id")  # of text, turn and message, in GGUF metadata
+
+# No token, as files write it that count without a sign.
+_NONE = 2**32 - 1
+
 
 def gguf_end_token_ids(metadata: Mapping[str, object]) -> tuple[int, ...]:
-    """Return the ids that the metadata names (end of text, turn and message), then those known by their text."""
-    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    ids = [token_id for token_id in named if isinstance(token_id, int) and token_id >= 0]
+    """Return the ids that the metadata names, then those known by their text."""
+    named = [metadata.get(f"tokenizer.ggml.{name}") for name in END_TOKEN_NAMES]
+    ids = [token_id for token_id in named if isinstance(token_id, int) and 0 <= token_id != _NONE]
     tokens = metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list):
         ids += [token_id for token_id, token in enumerate(tokens) if token in _END_TOKENS]

@@ -1,7 +1,8 @@
 """The header of a GGUF file, and its tensors as bytes.
 
-Trusts nothing: every count, length, offset, dimension and type is checked against the file's size before it is used.
-Knows the sizes of quantised blocks but not what they mean, and nothing of torch, models or tokenizers.
+Trusts nothing: every count, length, offset, dimension and type is checked against the file's size before it is used,
+and the tensors must cover the data without gap or overlap. Knows the sizes of quantised blocks but not what they mean,
+and nothing of torch, models or tokenizers.
 """
 
 import math
@@ -181,7 +182,7 @@ class _Reader:
             if entry.name in tensors:
                 self._refuse("the name appears twice", entry.name)
             tensors[entry.name] = self._place(entry, data_start, alignment)
-        self._refuse_overlaps(tensors)
+        self._require_full_cover(tensors, data_start, alignment)
         return tensors
 
     def _tensor_entry(self) -> GgufTensor:
@@ -218,12 +219,25 @@ class _Reader:
             )
         return replace(entry, offset=start)
 
-    def _refuse_overlaps(self, tensors: dict[str, GgufTensor]) -> None:
-        end, before = 0, ""
+    def _require_full_cover(self, tensors: dict[str, GgufTensor], data_start: int, alignment: int) -> None:
+        """As the format demands: each tensor starts where the one before ends, rounded up to the alignment.
+
+        A wrong type or shape in the table shows here, and often nowhere else.
+        """
+        end, before = data_start, ""
         for tensor in sorted(tensors.values(), key=lambda item: item.offset):
             if tensor.offset < end:
                 self._refuse(f"its data overlaps that of tensor {before}", tensor.name)
+            self._refuse_gap(end, tensor.offset, alignment, before or tensor.name)
             end, before = tensor.offset + tensor.num_bytes, tensor.name
+        self._refuse_gap(end, self._size, alignment, before or None)
+
+    def _refuse_gap(self, end: int, following: int, alignment: int, tensor: str | None) -> None:
+        gap = following - -(-end // alignment) * alignment
+        if gap > 0:
+            self._refuse(
+                f"{gap} bytes beside its data belong to no tensor; its type or shape is wrong, or {_CUT_SHORT}", tensor
+            )
 
     def _value(self, key: str) -> object:
         kind = self._u32()

@@ -7,6 +7,7 @@ import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,11 @@ def _explained(hub_id: str, revision: str | None, file_name: str | None = None) 
             f"the hub has no model {hub_id}, or it is private: check the spelling, or set HF_TOKEN"
         ) from error
     except RevisionNotFoundError as error:
-        raise ModelNotFound(f"hub model {hub_id} has no branch, tag or commit {revision!r}") from error
+        wanted = f"branch, tag or commit {revision!r}" if revision else "main branch; name another with --revision"
+        raise ModelNotFound(f"hub model {hub_id} has no {wanted}") from error
     except LocalEntryNotFoundError as error:
+        if isinstance(error.__cause__, HfHubHTTPError):
+            raise _refusal(hub_id, error.__cause__.response.status_code) from error
         raise ModelError(
             f"hub model {hub_id} is not here yet, and the hub cannot be reached; "
             "check the network, HF_ENDPOINT and HF_HUB_OFFLINE"
@@ -104,13 +108,23 @@ def _explained(hub_id: str, revision: str | None, file_name: str | None = None) 
     except HFValidationError as error:
         raise ModelNotFound(f"{hub_id!r} is no hub id; give one such as organisation/model") from error
     except HfHubHTTPError as error:
-        raise ModelError(
-            f"the hub answered {error.response.status_code} for model {hub_id}; try again later"
-        ) from error
+        raise _refusal(hub_id, error.response.status_code) from error
     except HTTPError as error:
         raise ModelError(
             f"the connection to the hub broke ({error}); what came is kept, and the next try goes on from there"
         ) from error
+
+
+def _refusal(hub_id: str, status: int) -> ModelError:
+    """What to do about an answer of the hub that names no reason."""
+    advice = {
+        401: "it does not know you: check HF_TOKEN",
+        403: "you may not have it: check what HF_TOKEN permits",
+        404: "it has no such model or file: check the spelling and HF_ENDPOINT",
+        429: "it has had too many requests from you: wait some minutes, or set HF_TOKEN",
+    }
+    refusal = ModelNotFound if status == HTTPStatus.NOT_FOUND else ModelError
+    return refusal(f"the hub answered {status} for model {hub_id}; {advice.get(status, 'try again later')}")
 
 
 def _reporting_bar(hub_id: str, progress: Progress | None) -> type[Any]:

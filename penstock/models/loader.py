@@ -7,6 +7,7 @@ Queries and keys are reordered so that the two numbers that rotate together are 
 rotation is one complex product. Formats that quantise rows do not notice.
 """
 
+import math
 import re
 from dataclasses import replace
 
@@ -39,6 +40,9 @@ from penstock.parallel.sharding import shard, shard_shared
 # Tensors that other software keeps in files although they follow from the settings.
 _IGNORABLE = (r".*rotary_emb\.inv_freq", r"rope_freqs\.weight", r"rope_factors_(short|long)\.weight")
 
+# Values looked at together in a search for damage: bounds its memory.
+_SCAN_VALUES = 1 << 22
+
 
 def load_model(
     files: ModelFiles,
@@ -63,10 +67,52 @@ def load_model(
     family = FAMILIES.load(spec.family)
     layout = family.gguf if files.kind == "gguf" else family.safetensors
     source = source or open_weights(files, dtype=dtype, device=device, progress=progress)
-    builder = _Builder(spec, source, layout, group=group, device=device, dtype=dtype, precision=precision)
+    builder = _Builder(
+        _with_its_head(spec, source, layout),
+        source,
+        layout,
+        group=group,
+        device=device,
+        dtype=dtype,
+        precision=precision,
+    )
     decoder = builder.build(context_tokens or spec.max_position)
     builder.refuse_unused(str(files.path))
     return decoder
+
+
+def refuse_damage(files: ModelFiles, spec: ModelSpec) -> None:
+    """Raise ModelError naming the first tensor with a number that is infinite or none. Reads every weight."""
+    if files.load_format == "dummy":
+        return
+    family, source = FAMILIES.load(spec.family), open_weights(files)
+    layout = family.gguf if files.kind == "gguf" else family.safetensors
+    parts = locate(_with_its_head(spec, source, layout), layout, source.has)
+    shapes = {part.tensor: part.shape for part in parts.values()}
+    for name, shape in shapes.items():
+        stored = source.get(name, shape)
+        step = max(1, _SCAN_VALUES // math.prod(shape[1:]))
+        for start in range(0, shape[0], step):
+            if not stored.row_range(start, min(start + step, shape[0])).dense().isfinite().all():
+                raise ModelError(
+                    "it holds numbers that are infinite or none (NaN); the file is damaged, fetch it again",
+                    file=stored.file,
+                    tensor=name,
+                )
+
+
+def _with_its_head(spec: ModelSpec, source: WeightSource, layout: WeightLayout) -> ModelSpec:
+    """A head that is saved although the settings tie it to the embedding counts where the two differ."""
+    head_name = layout.names["lm_head"]
+    assert isinstance(head_name, str)
+    if not spec.tie_embeddings or head_name not in source.names():
+        return spec
+    untied = replace(spec, tie_embeddings=False)
+    parts = locate(untied, layout, source.has)
+    embedding, head = (source.get(part.tensor, part.shape) for part in (parts["embedding"], parts["lm_head"]))
+    if embedding.type == head.type:
+        return spec if torch.equal(embedding.data, head.data) else untied
+    return spec if torch.equal(embedding.dense(), head.dense()) else untied
 
 
 class _Builder:

@@ -58,7 +58,7 @@ def config_spec(config: Path) -> ModelSpec:
     spec = family.read_config(settings)
     generation = config.with_name("generation_config.json")
     if generation.exists():
-        stops = Settings(read_json(generation), str(generation)).integers("eos_token_id")
+        stops = Settings(read_json(generation), str(generation)).token_ids("eos_token_id", spec.vocab_size)
         spec = replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *stops))))
     return spec
 

@@ -70,7 +70,7 @@ def _yarn(plain: RopeSpec, section: Settings, max_position: int, trained: int) -
     return replace(
         plain,
         scaling="yarn",
-        factor=section.positive("factor", max_position / trained),
+        factor=section.positive("factor"),
         original_max_position=trained,
         beta_fast=section.positive("beta_fast", 32.0),
         beta_slow=section.positive("beta_slow", 1.0),

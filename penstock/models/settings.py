@@ -75,6 +75,13 @@ class Settings:
             return (self.integer(key, low=0),)
         return self._sequence(key, check, "give a list of integers")
 
+    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """Return the ids of tokens that the model must have, listed or a single one; empty when the key is absent."""
+        ids = self.integers(key)
+        if not all(0 <= token_id < vocab_size for token_id in ids):
+            raise self.refusal(key, f"the model has tokens 0 to {vocab_size - 1} (vocab_size)")
+        return ids
+
     def texts(self, key: str) -> tuple[str, ...]:
         """Return a list of strings; empty when the key is absent."""
         return self._sequence(key, lambda item: item if isinstance(item, str) else None, "give a list of strings")

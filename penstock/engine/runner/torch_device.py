@@ -21,7 +21,7 @@ from penstock.engine.timeline import Timeline
 from penstock.kernels.attention.registry import BACKENDS
 from penstock.kernels.product_tuner import ProductTuner
 from penstock.models.decoder import Decoder, attention_layers
-from penstock.models.loader import load_model
+from penstock.models.loader import load_model, refuse_damage
 from penstock.models.spec import ModelSpec
 from penstock.models.store import ModelFiles, cache_folder
 
@@ -61,6 +61,9 @@ class TorchDevice(Device):
         runner = make_runner(config, spec, model, cache_folder(self.options.cache_dir))
         timeline.mark("KV cache")
         return runner
+
+    def refuse_damage(self, spec: ModelSpec, files: ModelFiles) -> None:
+        refuse_damage(files, spec)
 
 
 def make_runner(config: EngineConfig, spec: ModelSpec, model: Decoder, folder: Path | None = None) -> ModelRunner:

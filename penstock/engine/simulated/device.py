@@ -28,6 +28,9 @@ class SimulatedDevice(Device):
     ) -> Runner:
         return make_runner(read_profile(self.options.simulated_profile), config, spec)
 
+    def refuse_damage(self, spec: ModelSpec, files: ModelFiles) -> None:
+        """There are no weights."""
+
 
 def facts_of(profile: Profile) -> DeviceFacts:
     """What the profiled device can hold and do."""

@@ -14,7 +14,7 @@ from penstock.errors import ModelError, ModelNotFound
 from penstock.models.gguf import GgufFile
 
 U32, STRING, ARRAY = 4, 8, 9
-F32, Q4_0 = 0, 2
+F32, F16, Q4_0 = 0, 1, 2
 
 
 def text(value: str) -> bytes:
@@ -229,6 +229,20 @@ def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
     lines = [tensor("first", [16], F32, 0), tensor("second", [8], F32, 32)]
     message = refusal(tmp_path, file_bytes(tensors=lines, data=b"\0" * 64))
     assert "tensor second: its data overlaps that of tensor first" in message
+
+
+@pytest.mark.parametrize("mislabelled", ["first", "last"])
+def test_a_tensor_that_leaves_bytes_to_no_tensor_is_refused_by_name(tmp_path: Path, mislabelled: str) -> None:
+    """So a wrong type shows: 16 values of F16 take half the bytes that lie there for F32."""
+    kinds = {name: F16 if name == mislabelled else F32 for name in ("first", "last")}
+    lines = [tensor(name, [16], kind, 64 * index) for index, (name, kind) in enumerate(kinds.items())]
+    message = refusal(tmp_path, file_bytes(tensors=lines, data=b"\0" * 128))
+    assert f"tensor {mislabelled}: 32 bytes beside its data belong to no tensor; its type or shape is wrong" in message
+
+
+def test_bytes_before_the_first_tensor_are_refused(tmp_path: Path) -> None:
+    message = refusal(tmp_path, file_bytes(tensors=[tensor("w", [8], F32, 32)], data=b"\0" * 64))
+    assert "tensor w: 32 bytes beside its data belong to no tensor" in message
 
 
 def test_a_file_cut_anywhere_in_its_header_or_data_is_refused(tmp_path: Path, written: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from penstock.errors import ConfigError, ModelError
 from penstock.models.decoder import Decoder
@@ -81,12 +81,23 @@ def test_saved_rotary_frequencies_are_left_aside(tmp_path: Path) -> None:
     torch.testing.assert_close(found, reference_logits(model, prompt), atol=1e-4, rtol=0.0)
 
 
-def test_a_saved_head_that_is_tied_is_left_aside(tmp_path: Path) -> None:
-    model = make_reference("llama", tmp_path, tie_word_embeddings=True)
-    edit_tensors(tmp_path, {"lm_head.weight": torch.zeros(97, 64)})
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_a_saved_head_counts_where_it_differs_from_the_embedding_it_is_tied_to(model_type: str, tmp_path: Path) -> None:
+    make_reference(model_type, tmp_path, tie_word_embeddings=True)
+    head = 0.1 * torch.randn(97, 64, generator=torch.Generator().manual_seed(1))
+    edit_tensors(tmp_path, {"lm_head.weight": head})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     prompt = random_tokens(5)
     found = PagedDecoder(load_exact(folder_files(tmp_path))).run("a", prompt)
     torch.testing.assert_close(found, reference_logits(model, prompt), atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_saved_head_that_equals_the_embedding_is_tied_to_it(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = make_reference("llama", tmp_path, tie_word_embeddings=True)
+    edit_tensors(tmp_path, {"lm_head.weight": model.lm_head.weight.data.to(dtype, copy=True)})
+    decoder = load_exact(folder_files(tmp_path))
+    assert decoder.lm_head.weight.weight.data_ptr() == decoder.embedding.weight.data_ptr()  # type: ignore[attr-defined]
 
 
 def test_a_tied_head_shares_the_memory_of_the_embedding(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Settings become specs, and settings that cannot be honoured are refused with file, key and value."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,13 @@ def test_end_tokens_of_the_generation_config_count_as_well(tmp_path: Path) -> No
     config = write_config(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
     assert config_spec(config).eos_token_ids == (2, 9)
+
+
+def test_an_end_token_of_the_generation_config_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 97]}')
+    with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id: \[2, 97\] is not usable"):
+        config_spec(config)
 
 
 def test_null_counts_as_not_given(tmp_path: Path) -> None:
@@ -117,8 +125,12 @@ def test_mistral_means_no_window_by_null_and_4096_by_absence(tmp_path: Path) -> 
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings: 'no' is not usable; give true or false"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: .*gptq.* only unquantised"),
         ({"rope_scaling": {"type": "mrope"}}, r"type: 'mrope' is not usable; supported are: .*yarn"),
+        ({"eos_token_id": 97}, r"eos_token_id: 97 is not usable; the model has tokens 0 to 96 \(vocab_size\)"),
+        ({"eos_token_id": [2, 99999]}, r"eos_token_id: \[2, 99999\] is not usable; the model has tokens 0 to 96"),
+        ({"bos_token_id": 97}, "bos_token_id: 97 is not usable; give an integer from 0 to 96"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor: 0 is not usable"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor is missing"),
         ({"rope_scaling": "linear"}, "rope_scaling: 'linear' is not usable; give an object"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}}, "give 8 positive numbers"),
         ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["x", "y"]}, "layer_types: .*'x'"),
@@ -146,12 +158,34 @@ def test_a_missing_config_is_refused_with_its_name(tmp_path: Path) -> None:
         config_spec(tmp_path / "config.json")
 
 
-def test_gguf_metadata_that_cannot_be_honoured_is_refused_by_key_and_value(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("llama.attention.head_count", 0, "0 is not usable"),
+        ("llama.vocab_size", 96, r"96 is not usable; tensor token_embd\.weight has 97 rows"),
+        ("llama.vocab_size", 98, r"98 is not usable; tensor token_embd\.weight has 97 rows"),
+        ("tokenizer.ggml.tokens", ["t"] * 98, r".* tensor token_embd\.weight has only 97 rows"),
+        ("tokenizer.ggml.eos_token_id", 1_000_000, "1000000 is not usable; the model has tokens 0 to 96"),
+        ("tokenizer.ggml.eot_token_id", 97, "97 is not usable; the model has tokens 0 to 96"),
+        ("tokenizer.ggml.bos_token_id", 97, "97 is not usable; give an integer from 0 to 96"),
+    ],
+)
+def test_gguf_metadata_that_cannot_be_honoured_is_refused_by_key_and_value(
+    tmp_path: Path, key: str, value: object, message: str
+) -> None:
     write_gguf(make_reference("llama"), tmp_path / "tiny.gguf")
     file = GgufFile.open(tmp_path / "tiny.gguf")
-    file.metadata["llama.attention.head_count"] = 0
-    with pytest.raises(ModelError, match=r"tiny\.gguf: llama\.attention\.head_count: 0 is not usable"):
+    file.metadata[key] = value
+    with pytest.raises(ModelError, match=rf"tiny\.gguf: {re.escape(key)}: {message}"):
         gguf_spec(file)
+
+
+def test_a_gguf_file_may_have_more_rows_than_tokens_and_no_end_token(tmp_path: Path) -> None:
+    write_gguf(make_reference("llama"), tmp_path / "tiny.gguf")
+    file = GgufFile.open(tmp_path / "tiny.gguf")
+    file.metadata |= {"tokenizer.ggml.tokens": ["t"] * 90, "tokenizer.ggml.eos_token_id": 2**32 - 1}
+    assert gguf_spec(file).vocab_size == 97
+    assert gguf_spec(file).eos_token_ids == ()
 
 
 def test_an_unknown_gguf_architecture_is_refused_with_what_is_supported(tmp_path: Path) -> None:

