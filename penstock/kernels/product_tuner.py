@@ -47,6 +47,7 @@ class ProductTuner:
         self._file = None if folder is None else folder / f"products-{digest}.json"
         self._made_for = made_for
         self._found: dict[str, Any] = {} if self._file is None else _read(self._file)
+        self.is_new = not self._found  # nothing is known yet
         self._is_saved = True
         self._end = 0.0  # of trials
 
