@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.activation import silu_gate
 from penstock.kernels.library_product import Library, LibraryProduct, Shape
 from penstock.kernels.trial import milliseconds
 
@@ -27,8 +26,8 @@ log = logging.getLogger(__name__)
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
-# Milliseconds of the device for a trial, and of the host for a launch: by the library, and by a kernel of Triton's.
-_TRIAL, _LAUNCH, _KERNEL_LAUNCH = 0.2, 0.02, 0.1
+# Milliseconds of the device for a trial, and of the host for a launch.
+_TRIAL, _LAUNCH = 0.2, 0.02
 _MOST_RUNS = 12  # of a trial
 _ROUNDS = 2  # of trials
 _CANDIDATES = 4  # of the library's algorithms; those it names later were never the best by much
@@ -50,10 +49,12 @@ class ProductTuner:
         self.is_new = not self._found  # nothing is known yet
         self._is_saved = True
         self._end = 0.0  # of trials
+        self.num_skipped = 0  # products that were asked for since, and not tried
 
     def allow(self, seconds: float) -> None:
-        """Try what is not known, from now on for so long. What is left then is left as it is, and to be tried later."""
+        """From now on try for so long what is not known. What is asked later is skipped, to be asked again."""
         self._end = time.monotonic() + seconds
+        self.num_skipped = 0
 
     def product(self, weights: Sequence[Tensor], num_rows: int, out_dtype: torch.dtype) -> LibraryProduct | None:
         """Return the fastest product of a shape, or None where torch's own is as good. weights: [width, depth] each."""
@@ -68,33 +69,15 @@ class ProductTuner:
             if known is None or restored is not None:
                 return restored
         if time.monotonic() >= self._end:
+            self.num_skipped += 1
             return None
-        found = _fastest(self._library, shape, weights)
-        self._note(name, None if found is None else found.algorithm)
+        try:
+            found = _fastest(self._library, shape, weights)
+        except torch.cuda.OutOfMemoryError:
+            return None  # trials take what is left beside the KV cache
+        self._found[name] = None if found is None else found.algorithm
+        self._is_saved = False
         return found
-
-    def gates_at_once(self, weights: Sequence[Tensor], num_rows: int, product: LibraryProduct | None) -> bool:
-        """Whether the kernel that also makes the gates is faster than this product and a gate."""
-        from penstock.kernels.triton import hopper_gated
-
-        width, depth = weights[0].shape
-        name = f"{num_rows} x {width} x {depth}, {weights[0].dtype}, gated at once"
-        if isinstance(known := self._found.get(name), bool):
-            return known
-        if time.monotonic() >= self._end:
-            return False
-        multiply: Product = functional.linear if product is None else product.multiply
-
-        def apart(x: Tensor, weight: Tensor) -> Tensor:
-            return silu_gate(multiply(x, weight))
-
-        def at_once(x: Tensor, weight: Tensor) -> Tensor:
-            return hopper_gated.gated_product(x, weight, gelu=False)
-
-        x = torch.randn(num_rows, depth, dtype=weights[0].dtype, device=weights[0].device)
-        usual, other = _times([apart, at_once], x, weights, launch=_KERNEL_LAUNCH)
-        self._note(name, other < _MARGIN * usual)
-        return other < _MARGIN * usual
 
     def save(self) -> None:
         """Keep what was found since the last time."""
@@ -109,10 +92,6 @@ class ProductTuner:
             os.replace(file.name, self._file)
         except OSError as error:
             log.warning("what was found of products cannot be kept, and is found again at the next start: %s", error)
-
-    def _note(self, name: str, found: list[int] | bool | None) -> None:
-        self._found[name] = found
-        self._is_saved = False
 
 
 def _open_library(device: torch.device) -> Library | None:
@@ -138,7 +117,7 @@ def _read(file: Path) -> dict[str, Any]:
 def _is_choice(value: object) -> bool:
     if isinstance(value, list):
         return all(isinstance(number, int) and 0 <= number < 1 << 64 for number in value)
-    return value is None or isinstance(value, bool)
+    return value is None
 
 
 def _fastest(library: Library, shape: Shape, weights: Sequence[Tensor]) -> LibraryProduct | None:
@@ -146,7 +125,7 @@ def _fastest(library: Library, shape: Shape, weights: Sequence[Tensor]) -> Libra
     x = torch.randn(shape.rows, shape.depth, dtype=shape.dtype, device=weights[0].device)
     products = library.candidates(shape)[:_CANDIDATES]
     usual = functional.linear if shape.out_dtype == shape.dtype else _wide_linear
-    known, *times = _times([usual, *(product.multiply for product in products)], x, weights, launch=_LAUNCH)
+    known, *times = _times([usual, *(product.multiply for product in products)], x, weights)
     fastest = min(times, default=known)
     if fastest >= _MARGIN * known:
         return None
@@ -158,11 +137,11 @@ def _wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
-def _times(runs: Sequence[Product], x: Tensor, weights: Sequence[Tensor], *, launch: float) -> list[float]:
+def _times(runs: Sequence[Product], x: Tensor, weights: Sequence[Tensor]) -> list[float]:
     """Return the best time of each. They take turns: a device slows down and recovers within milliseconds."""
     for run in runs:
         run(x, weights[0])  # which loads what it launches
-    once = milliseconds(runs[0], x, weights, count=1, launch=launch)
+    once = milliseconds(runs[0], x, weights, count=1, launch=_LAUNCH)
     count = min(max(round(_TRIAL / once), 1), _MOST_RUNS)
-    found = [[milliseconds(run, x, weights, count=count, launch=launch) for run in runs] for _ in range(_ROUNDS)]
+    found = [[milliseconds(run, x, weights, count=count, launch=_LAUNCH) for run in runs] for _ in range(_ROUNDS)]
     return [min(times) for times in zip(*found, strict=True)]

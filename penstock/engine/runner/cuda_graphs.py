@@ -104,6 +104,7 @@ class DecodeGraphs:
             self._step(size, self._model.touch)
             body = functools.partial(self._step, size, self._model.forward)
             self._graphs[size] = capture(body, self.stream, self.pool)
+        self.tuner.allow(0.0)
         self.tuner.save()
 
     def run(self, rows: np.ndarray, positions: np.ndarray) -> DrawOutcome:

@@ -32,8 +32,10 @@ Size = TypeVar("Size")
 _SLICE_COUNTS = (32, 64, 128, 256, 512, 1024, 2048)
 # From so many tokens on, what such programs cost is lost beside the rest of the step.
 _MANY_TOKENS = 1024
-# How long products of a size that is captured ahead may be tried.
-_TUNE_SECONDS = 0.1
+# After so long no other product is tried in an idle moment.
+_TRIAL_SECONDS = 0.01
+# Beyond so many tokens the library's first choice is good, and trials take memory and long.
+_MOST_TRIED_TOKENS = 1024
 
 
 def token_counts(most: int) -> list[int]:
@@ -148,6 +150,8 @@ class MixedGraphs:
             self._load_forward,
         )
         self._draws: _Captured[int] = _Captured(graphs, self._draw_rows, self._load_draw)
+        counts = {*self._draw_counts, *self.token_counts}
+        self._untried = deque(sorted(count for count in counts if count <= _MOST_TRIED_TOKENS))
         self._upcoming: deque[_Places | int] = deque([*self._draw_counts, *self._all_places()])
 
     def fits(self, layout: Layout) -> bool:
@@ -171,13 +175,25 @@ class MixedGraphs:
         if not self._upcoming:
             return False
         size = self._upcoming.popleft()
-        self._tuner.allow(_TUNE_SECONDS)
         if isinstance(size, _Places):
             self._stage(_NOTHING, size)
             self._forwards.prepare(size)
         else:
             self._stage(_NOTHING, self._places(self.token_counts[0], 1))
             self._draws.prepare(size)
+        return True
+
+    @torch.inference_mode()
+    def try_products(self) -> bool:
+        """Try a product that no start on this device has tried: the next will know. False: none is left."""
+        if not self._untried:
+            return False
+        self._tuner.allow(_TRIAL_SECONDS)
+        self._model.tune(self._untried[0], self._tuner)
+        self._model.tune_logits(min(self._untried[0], self._max_draws), self._tuner)
+        if not self._tuner.num_skipped:
+            self._untried.popleft()
+        self._tuner.allow(0.0)
         self._tuner.save()
         return True
 

@@ -131,7 +131,8 @@ class ModelRunner(Runner):
         self._in_order(write)
 
     def use_idle_moment(self) -> bool:
-        if self._mixed_graphs is None or not self._mixed_graphs.prepare_next():
+        graphs = self._mixed_graphs
+        if graphs is None or not (graphs.prepare_next() or graphs.try_products()):
             return False
         torch.cuda.synchronize()  # or a request that comes now would wait for several moments' work
         return True

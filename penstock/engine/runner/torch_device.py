@@ -27,8 +27,8 @@ from penstock.models.store import ModelFiles, cache_folder
 
 # How long a server that starts spends on graphs of steps with prompts; the rest are captured in idle moments.
 _CAPTURE_SECONDS = 1.5
-# How long it tries how products run fastest: when it is the first on a device, and later for what is still not known.
-_FIRST_TUNE_SECONDS, _TUNE_SECONDS = 4.0, 0.5
+# How long the first server on a device tries how products run fastest before it serves; the rest is for idle moments.
+_TUNE_SECONDS = 2.0
 
 
 class TorchDevice(Device):
@@ -84,7 +84,7 @@ def make_runner(config: EngineConfig, spec: ModelSpec, model: Decoder, folder: P
     if device.type == "cuda":
         draw = TokenDraw(rows, parameters, config.max_running)
         tuner = ProductTuner(device, None if folder is None else folder / "tuned")
-        tuner.allow(_FIRST_TUNE_SECONDS if tuner.is_new else _TUNE_SECONDS)
+        tuner.allow(_TUNE_SECONDS if tuner.is_new else 0.0)
         graphs = DecodeGraphs(model, attention, rows, draw, tuner, max_batch=config.max_running)
         graphs.capture()
         if attention.captures_prompts:

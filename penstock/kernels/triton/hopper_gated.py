@@ -32,6 +32,7 @@ _LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitw
 # Of a thread, at the start and by role; with 12 warps no more fit.
 _REGISTERS, _PRODUCT_REGISTERS, _COPY_REGISTERS = 168, gl.constexpr(232), gl.constexpr(40)
 _BAND = 16  # tiles below one another that are taken before the next column, so that weights are shared
+_MANY_ROWS, _TWO_ROWS = 1024, (192, 256)
 _FULL_WAVES = 0.93  # the share of all programs that have a tile in every wave, the last one included
 
 
@@ -162,16 +163,16 @@ def fits(weight: Tensor) -> bool:
     )
 
 
-def fills_device(num_rows: int, weight: Tensor) -> bool:
-    """Whether there is a tile for every multiprocessor."""
-    return _num_tiles(num_rows, weight.shape[0] // 2) >= num_multiprocessors(weight.device)
-
-
 def pays(num_rows: int, weight: Tensor) -> bool:
-    """Whether the kernel should be faster than a library's product of so many rows, and a gate: nearly whole waves."""
+    """Whether the kernel is faster than a library's product and a gate, as far as was measured.
+
+    With many rows that is where the last wave of tiles is nearly full. Two rows of tiles read each weight once.
+    """
     num_tiles = _num_tiles(num_rows, weight.shape[0] // 2)
     programs = num_multiprocessors(weight.device)
-    return num_tiles >= _FULL_WAVES * ceil_divide(num_tiles, programs) * programs
+    if num_rows > _MANY_ROWS:
+        return num_tiles >= _FULL_WAVES * ceil_divide(num_tiles, programs) * programs
+    return _TWO_ROWS[0] < num_rows <= _TWO_ROWS[1] and 2 * num_tiles >= 3 * programs
 
 
 def _num_tiles(num_rows: int, size: int) -> int:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 # Products with at most so many rows have a kernel of their own on CUDA.
 _FEW_ROWS = 16
-# Beyond so many, whether gates are made at once with a product is not tried but foreseen.
-_MOST_TRIED_GATES = 1024
 
 
 class DenseWeight(LinearWeight):
@@ -31,7 +29,6 @@ class DenseWeight(LinearWeight):
         self._few_rows: FewRowsProduct | None = None
         # By rows and whether the product is wide; None where torch's own is as good.
         self._tuned: dict[tuple[int, bool], LibraryProduct | None] = {}
-        self._gated: dict[int, bool] = {}  # by rows: whether one kernel also makes the gates
         self._can_gate = False
         if weight.is_cuda:
             from penstock.kernels.triton.few_rows import product_for
@@ -56,9 +53,7 @@ class DenseWeight(LinearWeight):
 
     def _gates_at_once(self, num_rows: int) -> bool:
         """Whether one kernel multiplies and gates so many rows."""
-        if num_rows in self._gated:
-            return self._gated[num_rows]
-        if num_rows <= _MOST_TRIED_GATES or not self._can_gate:
+        if not self._can_gate:
             return False
         from penstock.kernels.triton import hopper_gated
 
@@ -92,18 +87,6 @@ class DenseWeight(LinearWeight):
         product = tuner.product(weights, num_rows, torch.float32 if wide else self.weight.dtype)
         for one in alike:
             one._tuned[num_rows, wide] = product
-        if use == "gated" and self._may_gate_at_once(num_rows):
-            gates_at_once = tuner.gates_at_once(weights, num_rows, product)
-            for one in alike:
-                one._gated[num_rows] = gates_at_once
-
-    def _may_gate_at_once(self, num_rows: int) -> bool:
-        """Whether it is worth a trial."""
-        if num_rows > _MOST_TRIED_GATES or not self._can_gate:
-            return False
-        from penstock.kernels.triton import hopper_gated
-
-        return hopper_gated.fills_device(num_rows, self.weight)
 
     def add(self, x: Tensor, total: Tensor) -> bool:
         if self._few_rows is None or x.shape[0] > _FEW_ROWS:

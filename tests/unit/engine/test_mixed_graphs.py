@@ -44,6 +44,8 @@ class FakeStaging:
 class NoTuner:
     """On a CPU there is nothing to try."""
 
+    num_skipped = 0
+
     def allow(self, seconds):
         pass
 
@@ -148,6 +150,23 @@ def test_sizes_prepared_in_idle_moments_are_not_captured_again(tiny, captures):
     prepared = len(captures)
     assert answers(engine, PROMPTS) == plain
     assert len(captures) == prepared
+    engine.runner.close()
+
+
+def test_products_are_tried_until_none_was_skipped(tiny, captures):
+    engine, graphs = engine_with_graphs(tiny)
+    asked = []
+    skips = iter([2, 1])  # a first size needs three moments
+
+    def tune(num_tokens, tuner):
+        asked.append(num_tokens)
+        tuner.num_skipped = next(skips, 0)
+
+    graphs._model = SimpleNamespace(tune=tune, tune_logits=lambda num_rows, tuner: None)
+    while graphs.try_products():
+        pass
+    assert asked[:3] == [asked[0]] * 3
+    assert sorted(set(asked)) == asked[2:]
     engine.runner.close()
 
 
