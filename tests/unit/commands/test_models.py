@@ -40,8 +40,12 @@ def test_a_fetched_model_is_listed_once_with_its_size_and_place(
     ]
 
 
-def test_pulling_what_is_there_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = place_default_model(tmp_path)
+def test_pulling_what_is_there_says_where(
+    tmp_path: Path, default_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "models" / ALIAS / default_model_path.name
+    path.parent.mkdir(parents=True)
+    path.symlink_to(default_model_path)
     assert models.pull(Options(cache_dir=str(tmp_path))) == 0
     assert capsys.readouterr().out == f"{ALIAS} is at {path}\n"
 
