@@ -26,6 +26,10 @@ class ReplicaLost(ConnectionError):
     """A replica closed a connection before it had answered, or sent what is no answer."""
 
 
+class _GivenUp(ReplicaLost):
+    """A replica closed a connection without a byte of an answer."""
+
+
 class ReplicaUnreachable(ConnectionError):
     """No connection to a replica could be made."""
 
@@ -139,6 +143,7 @@ class _Connection(asyncio.Protocol):
         self._is_interim = False  # what is being read tells that the answer is yet to come
         self._is_paused = False
         self._num_head_bytes = 0  # of the answer, as long as its head is not whole
+        self._is_answering = False  # something came since the request was sent
         self._heard_at = self._loop.time()
 
     # ------------------------------------------------------------ for the client
@@ -150,9 +155,10 @@ class _Connection(asyncio.Protocol):
 
     def send(self, head: bytes, body: bytes) -> Answer:
         if self._transport.is_closing():
-            raise ReplicaLost("the connection was closed before anything was sent")
+            raise _GivenUp("the connection was closed before anything was sent")
         answer = self._answer = Answer(self)
         self._num_head_bytes = 0
+        self._is_answering = False
         self._heard_at = self._loop.time()
         self._transport.writelines((head, body))
         return answer
@@ -179,10 +185,12 @@ class _Connection(asyncio.Protocol):
         answer, self._answer = self._answer, None
         if answer is not None:
             is_end = exc is None and answer.ends_with_connection
-            answer.end(None if is_end else ReplicaLost("the connection was closed before the answer's end"))
+            lost = ReplicaLost if self._is_answering else _GivenUp
+            answer.end(None if is_end else lost("the connection was closed before the answer's end"))
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self._loop.time()
+        self._is_answering = True
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -283,14 +291,13 @@ class ReplicaClient:
         Raises ReplicaUnreachable, ReplicaLost, and TimeoutError. `path` is as it stands in a request's first line.
         """
         head = _head(url, path, headers, len(body))
-        connection = self._idle_connection(url) or await self._connect(url)
-        answer = connection.send(head, body)
-        try:
-            await answer.await_head()
-        except BaseException:
-            answer.close()
-            raise
-        return answer
+        kept = self._idle_connection(url)
+        if kept is not None:
+            try:
+                return await _answer_on(kept, head, body)
+            except _GivenUp:
+                pass  # while nobody used it, as it seems: that says nothing of the replica, and others may be as old
+        return await _answer_on(await self._connect(url), head, body)
 
     def close(self) -> None:
         for connection in list(self._open):
@@ -340,6 +347,16 @@ class ReplicaClient:
     @functools.cached_property
     def _trust(self) -> ssl.SSLContext:
         return ssl.create_default_context()
+
+
+async def _answer_on(connection: _Connection, head: bytes, body: bytes) -> Answer:
+    answer = connection.send(head, body)
+    try:
+        await answer.await_head()
+    except BaseException:
+        answer.close()
+        raise
+    return answer
 
 
 def _head(url: str, path: str, headers: Mapping[str, str], num_body_bytes: int) -> bytes:

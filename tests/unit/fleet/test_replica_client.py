@@ -134,6 +134,39 @@ async def test_a_connection_that_nobody_uses_is_closed() -> None:
         assert script.num_connections == 2
 
 
+async def test_a_request_on_kept_connections_that_the_replica_has_given_up_is_sent_on_a_new_one() -> None:
+    old: set[asyncio.StreamWriter] = set()
+
+    async def play(writer: asyncio.StreamWriter) -> None:
+        if writer in old:
+            writer.transport.abort()
+        else:
+            old.add(writer)
+            writer.write(HELLO)
+
+    async with Script(play).running() as script, client() as made:
+        answers = await asyncio.gather(*[post(made, script) for _ in range(3)])
+        assert [await answer.read() for answer in answers] == [b"hello"] * 3
+        async with await post(made, script) as answer:
+            assert await answer.read() == b"hello"
+        assert script.num_connections == 4 and len(script.bodies) == 5
+
+
+async def test_a_kept_connection_that_breaks_off_behind_the_first_byte_loses_the_replica() -> None:
+    answers = [HELLO, b"HTTP/1.1 2"]
+
+    async def play(writer: asyncio.StreamWriter) -> None:
+        writer.write(answers.pop(0))
+        if not answers:
+            writer.close()
+
+    async with Script(play).running() as script, client() as made:
+        assert await (await post(made, script)).read() == b"hello"
+        with pytest.raises(ReplicaLost):
+            await post(made, script)
+        assert script.num_connections == 1
+
+
 async def test_requests_at_the_same_time_have_connections_of_their_own() -> None:
     async with saying(HELLO).running() as script, client() as made:
         answers = await asyncio.gather(*[post(made, script) for _ in range(3)])
