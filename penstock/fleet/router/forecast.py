@@ -47,16 +47,33 @@ class _Pace:
     def rate(self, now: float) -> float:
         """Return how many come free each second; 0 where there is none that could.
 
-        As they did while others waited or, where nobody has waited yet, as fast as requests end. Before the first has
-        ended, the oldest is expected to take as long again as it has taken.
+        As they did while others waited, but no faster than those who hold them can be expected to end, nor than they
+        have come since the last one did: places that came free together say little of the next.
         """
+        rates = []
         if self.seconds_per_release is not None:
-            return 1 / max(self.seconds_per_release, _LEAST_SECONDS)
-        if not self.held:
-            return 0.0
-        oldest = now - next(iter(self.held.values()))
-        seconds = self.seconds_per_request if self.seconds_per_request is not None else oldest
-        return len(self.held) / max(seconds, _LEAST_SECONDS)
+            rates.append(1 / max(self.seconds_per_release, _LEAST_SECONDS))
+        if self.held:
+            rates.append(self._rate_of_held(now))
+        if rates and self.released_at is not None:
+            rates.append(max(1, len(self.held)) / max(now - self.released_at, _LEAST_SECONDS))
+        return min(rates, default=0.0)
+
+    def _rate_of_held(self, now: float) -> float:
+        """Return how fast those who hold places end if each takes as long as others did, or as long again as it has.
+
+        Where nothing is known of others, all take as long as the oldest.
+        """
+        typical = self.seconds_per_request
+        if typical is None:
+            typical = 0.0 if self.seconds_per_release is not None else now - next(iter(self.held.values()))
+        rate, num_left = 0.0, len(self.held)
+        for began in self.held.values():  # those that took longer than is usual come first
+            if now - began <= typical:
+                break
+            rate += 1 / max(now - began, _LEAST_SECONDS)
+            num_left -= 1
+        return rate + num_left / max(typical, _LEAST_SECONDS)
 
 
 class Forecast:

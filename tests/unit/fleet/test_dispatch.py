@@ -252,8 +252,8 @@ async def test_a_refused_stream_is_told_of_places_on_which_it_could_go_on(fleet)
     streams = [await fleet.ask(must_frame=True) for _ in range(4)]
     others = [await fleet.ask() for _ in range(4)]
     assert foreign.replica.name == "foreign:80"
-    foreign = await pace(fleet, foreign, others, 0.5)
     await pace(fleet, able, streams, 6.0)
+    await pace(fleet, foreign, others, 0.5)
     # One stream waits, and one request that may have this place too.
     assert await retry_after(fleet, must_frame=True) == pytest.approx(18.0)
     # Who may have either has his turn behind two as well, but places come of both.

@@ -1,0 +1,87 @@
+"""How soon a request has its turn, told from places that come free at moments that a test chooses."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.fleet.router.forecast import Forecast, PlaceKind, Want
+
+KIND = PlaceKind("v1", can_frame=True, is_counted_here=False)
+WANT = Want(("v1",), must_frame=False, counted_here=False)
+
+
+class BusyPlaces:
+    """Places that somebody waits for: each is taken again at the moment it comes free."""
+
+    def __init__(self, num_places: int) -> None:
+        self.now = 0.0
+        self.num_places = num_places
+        self.forecast = Forecast()
+        self._since = dict.fromkeys(range(num_places), 0.0)
+        for place in self._since:
+            self.forecast.note_begin(KIND, place, self.now)
+
+    def end(self, place: int, *, is_answered: bool = True) -> None:
+        self.forecast.note_end(KIND, place, self.now, [WANT], is_answered=is_answered)
+        self.forecast.note_begin(KIND, place, self.now)
+        self._since[place] = self.now
+
+    @property
+    def ages(self) -> list[float]:
+        return [self.now - since for since in self._since.values()]
+
+    def wait(self, num_ahead: int = 0) -> float:
+        seconds = self.forecast.expected_wait([KIND], {WANT: num_ahead}, self.now)
+        assert seconds is not None
+        return seconds
+
+
+def test_places_that_come_free_together_do_not_promise_the_next_at_once() -> None:
+    places = BusyPlaces(2)
+    places.now = 10.0
+    for place in range(2):
+        places.end(place)
+    assert places.wait() == pytest.approx(5.0)  # two places, ten seconds each
+    assert places.wait(num_ahead=3) == pytest.approx(20.0)
+
+
+def test_places_that_come_free_one_by_one_are_told_as_they_came() -> None:
+    places = BusyPlaces(4)
+    for place in range(8):
+        places.now += 2.0
+        places.end(place % 4)
+    assert places.wait() == pytest.approx(2.0, rel=0.2)
+
+
+def test_a_wait_grows_while_nothing_comes_free() -> None:
+    places = BusyPlaces(1)
+    for _ in range(20):
+        places.now += 0.1
+        places.end(0)
+    assert places.wait() == pytest.approx(0.1)
+    places.now += 60.0
+    assert places.wait() == pytest.approx(60.0)
+
+
+_steps = st.lists(
+    st.tuples(st.floats(0.0, 30.0), st.integers(0, 4), st.booleans()), min_size=1, max_size=30
+)  # seconds, the place that ends then, and whether it was answered
+
+
+@given(num_places=st.integers(1, 5), steps=_steps, quiet=st.floats(0.0, 300.0), num_ahead=st.integers(0, 5))
+def test_no_wait_is_shorter_than_the_time_without_a_place_suggests(
+    num_places: int, steps: list[tuple[float, int, bool]], quiet: float, num_ahead: int
+) -> None:
+    places = BusyPlaces(num_places)
+    for seconds, place, is_answered in steps:
+        places.now += seconds
+        places.end(place % num_places, is_answered=is_answered)
+    at_once = places.wait(num_ahead)
+    places.now += quiet
+    told = places.wait(num_ahead)
+    assert told >= at_once - 1e-6
+    # All of them have held for so long, and none has ended.
+    assert told >= (num_ahead + 1) * quiet / num_places - 1e-6
+    # Nor do they end faster than if each took as long again as it has.
+    if all(age > 0 for age in places.ages):
+        assert told >= (num_ahead + 1) / sum(1 / age for age in places.ages) * (1 - 1e-9)
