@@ -288,7 +288,7 @@ class Proxy:
         """Pass a stream on, to its end. False: it broke, and ended with an error event."""
         exchange, placement, downstream = passage.exchange, passage.placement, passage.downstream
         sift = passage.sift
-        is_first = True
+        is_first, passed_last = True, b""
         try:
             while data := await passage.upstream.read_any():
                 placement.replica.breaker.on_answer()
@@ -296,6 +296,7 @@ class Proxy:
                     is_first = False
                     placement.note_first_byte(None, is_first_token=True)
                 if passed := data if sift is None else sift(data):
+                    passed_last = passed
                     await downstream.write(passed)
                 if exchange.trial is not None:
                     exchange.trial.feed(data)
@@ -305,6 +306,8 @@ class Proxy:
                 why = note_failure(placement.replica, error)
                 if exchange.trial is not None:
                     exchange.trial.fail()
+            if passed_last and not passed_last.endswith((b"\n\n", b"\r\n\r\n")):
+                await downstream.write(b"\n\n")  # or the error would be the rest of an event that broke off
             await self._end_with_error(exchange, placement.replica, why, downstream)
             return False
         placement.replica.breaker.on_success()

@@ -370,6 +370,21 @@ async def test_a_broken_stream_of_a_foreign_server_ends_with_an_error_event():
         assert FRAMES_HEADER not in one.headers[0]
 
 
+async def test_the_error_event_of_a_stream_that_broke_within_an_event_is_an_event_of_its_own():
+    async def break_off(replica, request, body):
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(chunk("one") + b'data: {"choi')
+        await asyncio.sleep(0.05)
+        request.transport.close()
+        return response
+
+    async with FakeReplica(answer=break_off).running() as one, running_gateway(one, kind="vllm") as running:
+        whole, half, error = (await (await running.ask(stream=True)).read()).strip().split(b"\n\n")
+        assert (whole + b"\n\n", half) == (chunk("one"), b'data: {"choi')
+        assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "engine_failed"
+
+
 @pytest.mark.parametrize("with_error", [False, True])
 @pytest.mark.parametrize("fails_after", [0, 1, 3])
 async def test_a_broken_framed_stream_goes_on_elsewhere(fails_after, with_error):
