@@ -264,7 +264,7 @@ class _Connection(asyncio.Protocol):
         if now < due:
             self._timer = self._loop.call_at(min(due, now + self._look_seconds), self._look)
         elif self._answer is None:
-            self._transport.close()
+            self.cut()  # closing would wait for a replica that has answered and never reads the rest of the request
         else:
             self._fail(TimeoutError("nothing came from the replica for too long"))
 

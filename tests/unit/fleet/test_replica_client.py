@@ -167,6 +167,32 @@ async def test_a_kept_connection_that_breaks_off_behind_the_first_byte_loses_the
         assert script.num_connections == 1
 
 
+async def test_a_connection_on_which_the_request_is_never_read_to_its_end_is_freed() -> None:
+    body = b"x" * 32 * 1024 * 1024
+    may_read = asyncio.Event()
+    rest: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await _head(reader)
+        writer.write(HELLO)
+        await may_read.wait()
+        num_bytes = 0
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1024 * 1024):
+                num_bytes += len(data)
+        rest.set_result(num_bytes)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, client(idle_seconds=0.02) as made:
+        port = server.sockets[0].getsockname()[1]
+        answer = await made.post(f"http://127.0.0.1:{port}", "/", {}, body)
+        assert await answer.read() == b"hello"
+        await asyncio.sleep(0.1)
+        may_read.set()
+        assert await rest < len(body)
+
+
 async def test_requests_at_the_same_time_have_connections_of_their_own() -> None:
     async with saying(HELLO).running() as script, client() as made:
         answers = await asyncio.gather(*[post(made, script) for _ in range(3)])
