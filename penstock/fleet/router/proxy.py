@@ -197,6 +197,11 @@ class Proxy:
                     if await self._is_final(exchange, placement, upstream):
                         return _error_response(exchange)
                     return None
+                if upstream.is_encoded and upstream.status < 400 and _is_booked_here(exchange):
+                    replica.breaker.on_failure("it compresses answers, though it is asked not to")
+                    unread = EngineFailed("a replica compressed its answer, so that nobody could read what it cost")
+                    self._note_failure(exchange, placement, reply_for(unread))
+                    return None
                 self._note_first_byte(exchange, placement, upstream)
                 if upstream.media_type == "text/event-stream":
                     return await self._pass_events(exchange, placement, upstream)
@@ -268,7 +273,7 @@ class Proxy:
         response = web.StreamResponse(status=upstream.status, headers=self._headers(exchange, upstream))
         downstream = await begin_stream(exchange.request, response)
         carry = self._carry_frames if upstream.headers.get(FRAMES_HEADER) is not None else self._carry
-        if exchange.account.is_kept and exchange.is_counted_here:
+        if _is_booked_here(exchange):
             reader = UsageReader(exchange.record, hides_usage=exchange.hides_usage)
             try:
                 is_whole = await carry(_Passage(exchange, placement, upstream, downstream, reader.feed))
@@ -464,11 +469,14 @@ class Proxy:
         exchange.avoid.add(placement.replica.url)
 
 
+def _is_booked_here(exchange: _Exchange) -> bool:
+    return exchange.account.is_kept and exchange.is_counted_here
+
+
 def _body_of(exchange: _Exchange) -> bytes:
     """Return the body for the replica: where we must count, with the wish to know its cost."""
-    counted = exchange.account.is_kept and exchange.is_counted_here
     path = exchange.request.rel_url.raw_path
-    if counted and exchange.streams and exchange.hides_usage and path.endswith("/completions"):
+    if _is_booked_here(exchange) and exchange.streams and exchange.hides_usage and path.endswith("/completions"):
         return asking_for_usage(exchange.body)
     return exchange.body
 

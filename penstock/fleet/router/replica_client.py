@@ -54,6 +54,11 @@ class Answer:
         return self.headers.get("content-type", "").partition(";")[0].strip().lower()
 
     @property
+    def is_encoded(self) -> bool:
+        """Whether it is compressed, though nobody asked for that."""
+        return self.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity")
+
+    @property
     def ends_with_connection(self) -> bool:
         """Whether nothing but the connection's end tells that it is whole."""
         return bool(self.status) and not ("content-length" in self.headers or "transfer-encoding" in self.headers)

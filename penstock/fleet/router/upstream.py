@@ -44,7 +44,7 @@ _NOT_SENT = frozenset(
     }
 )
 _FOR_GATEWAYS = frozenset({FRAMES_HEADER, PROMPT_HEADER, IDENTITY_HEADER})
-_NOT_RETURNED = _NOT_SENT | _FOR_GATEWAYS | {"date", "server", "content-encoding", "x-request-id"}
+_NOT_RETURNED = _NOT_SENT | _FOR_GATEWAYS | {"date", "server", "x-request-id"}
 
 
 class _ErrorBody(msgspec.Struct):

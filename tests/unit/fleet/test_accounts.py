@@ -1,6 +1,7 @@
 """The gateway before servers that know nothing of tenants: it admits and books for them, and for nobody else."""
 
 import asyncio
+import gzip
 import json
 from dataclasses import dataclass
 
@@ -114,6 +115,23 @@ async def test_a_foreign_stream_is_asked_for_its_cost_and_only_who_asked_sees_it
     assert seen[-1] == "[DONE]"
     assert [event["usage"] for event in seen[:-1] if event["usage"]] == ([USAGE] if asks else [])
     assert [event["choices"][0]["text"] for event in seen[:-1] if event["choices"]] == ["", "a", "b"]
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream"])
+async def test_an_answer_whose_cost_nobody_can_read_is_its_servers_failure_and_not_free(tenancy, kind):
+    async def packing(replica, request, body):
+        return web.Response(body=gzip.compress(b"{}"), headers={"content-encoding": "gzip"}, content_type=kind)
+
+    packer, other = FakeReplica(answer=packing), FakeReplica(answer=answering({"choices": [], "usage": USAGE}))
+    async with packer.running(), other.running():
+        async with running_gateway(packer, kind="vllm", tenancy=tenancy) as running:
+            response = await running.ask()
+            assert response.status == 500
+            assert "compressed" in (await response.json())["error"]["message"]
+            await until(lambda: booked(tenancy) == (0, 0, 0, 0, 0, 1))
+        async with running_gateway(packer, other, kind="vllm", tenancy=tenancy) as running:
+            assert [(await running.ask()).status for _ in range(2)] == [200] * 2
+            assert booked(tenancy) == (2, 14, 0, 10, 0, 1)
 
 
 async def test_what_a_server_does_not_tell_is_estimated_and_said_to_be(tenancy):

@@ -145,6 +145,17 @@ async def test_the_callers_own_mistakes_pass_through_once():
             assert len(one.received) + len(two.received) == 1
 
 
+async def test_an_answer_that_is_compressed_says_so():
+    async def answer(replica, request, body):
+        packed = gzip.compress(b'{"choices": []}')
+        return web.Response(body=packed, headers={"content-encoding": "gzip"}, content_type="application/json")
+
+    async with FakeReplica(answer=answer).running() as one, running_gateway(one, kind="vllm") as running:
+        response = await running.ask()
+        assert response.headers["content-encoding"] == "gzip"
+        assert await response.json() == {"choices": []}
+
+
 async def test_a_tenants_limit_is_not_tried_elsewhere():
     limit = refuse(429, "rate_limit_exceeded", retry_after="7")
     async with (
