@@ -124,6 +124,23 @@ async def test_what_fails_before_its_first_byte_is_tried_elsewhere(failure):
         assert any("attempts=2" in answer.headers["x-penstock-route"] for answer in answers)
 
 
+async def test_connections_that_a_replica_gave_up_cost_a_request_no_attempt():
+    used = set()
+
+    async def once_a_connection(replica, request, body):
+        if request.transport in used:
+            return await hang_up(replica, request, body)
+        used.add(request.transport)
+        await until(lambda: len(used) >= 3)
+        return web.json_response({"choices": []})
+
+    async with FakeReplica(answer=once_a_connection).running() as one, running_gateway(one) as running:
+        assert [item.status for item in await asyncio.gather(*[running.ask() for _ in range(3)])] == [200] * 3
+        answer = await running.ask()
+        assert answer.status == 200 and "attempts=1;" in answer.headers["x-penstock-route"]
+        assert len(one.received) == 5
+
+
 async def test_a_request_that_fails_everywhere_is_given_up_after_three():
     replicas = [FakeReplica(answer=refuse(500, "engine_failed")) for _ in range(5)]
     async with all_running(replicas), running_gateway(*replicas) as running:
