@@ -102,8 +102,9 @@ class Replica:
     def serves(self, model: str) -> bool:
         return model in self._model_names
 
-    def note_load(self, load: Load) -> None:
-        self.load, self.load_at = load, self.clock()
+    def note_load(self, load: Load | None) -> None:
+        """Take what it says of its load; None: nothing that could be read."""
+        self.load, self.load_at = (Load(), None) if load is None else (load, self.clock())
 
     def _tell_change(self, change: StandingChange) -> None:
         values: dict[str, object] = {"replica": self.name, "reason": change.reason}

@@ -70,7 +70,7 @@ class MessageReader:
                 return
             try:
                 message = _decoder.decode(bytes(rest[_LENGTH_BYTES:stop]))
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise BrokenMessages(str(error)) from None
             del rest[:stop]
             yield message

@@ -3,8 +3,9 @@
 Texts in, values out. Knows nothing of HTTP clients or routing.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import msgspec
@@ -27,6 +28,10 @@ class Load:
     generated_tokens: float | None = None
     num_kept: float = 0.0  # promises: time to first token, time per token, deadline
     num_missed: float = 0.0  # promises broken, and requests refused because none could be made
+
+    @property
+    def is_possible(self) -> bool:
+        return all(math.isfinite(value) and value >= 0.0 for value in astuple(self) if value is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,16 @@ class ReplicaAdapter:
     block_events_path: str | None = None  # where it tells which blocks it has cached (`protocol.block_events`)
 
     def load(self, text: str) -> Load:
-        """Read the load from Prometheus's text. Raises ValueError where that is none."""
+        """Read the load from Prometheus's text. Raises ValueError where that is none, whatever came."""
+        try:
+            load = self._read_load(text)
+        except (LookupError, ArithmeticError) as error:  # prometheus_client's, and of numbers too large for a float
+            raise ValueError("these are no metrics") from error
+        if not load.is_possible:
+            raise ValueError("no load has such numbers")
+        return load
+
+    def _read_load(self, text: str) -> Load:
         values: dict[str, float] = {}
         kv_tokens = None
         for sample in self._samples(text):
@@ -100,8 +114,11 @@ class ReplicaAdapter:
             yield from family.samples
 
     def models(self, body: bytes) -> tuple[ServedModel, ...]:
-        """Read the answer of OpenAI's /v1/models. Raises ValueError."""
-        document = msgspec.json.decode(body)
+        """Read the answer of OpenAI's /v1/models. Raises ValueError where that is none, whatever came."""
+        try:
+            document = msgspec.json.decode(body)
+        except RecursionError as error:
+            raise ValueError("this is nested too deeply for a list of models") from error
         entries = document.get("data") if isinstance(document, Mapping) else None
         if not isinstance(entries, list):
             raise ValueError("this is no list of models")
@@ -109,12 +126,16 @@ class ReplicaAdapter:
 
     def _model(self, entry: Mapping[str, Any]) -> ServedModel:
         limits = (_inside(entry, field) for field in self.context_fields)
-        return ServedModel(str(entry["id"]), next((limit for limit in limits if isinstance(limit, int)), None))
+        return ServedModel(str(entry["id"]), next((limit for limit in limits if _is_length(limit)), None))
 
 
 def _cache_size(labels: Mapping[str, str]) -> float | None:
     sizes = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
     return float(sizes[0]) * float(sizes[1]) if all(size.isdigit() for size in sizes) else None
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _named(entries: Iterable[Any]) -> Iterable[Mapping[str, Any]]:

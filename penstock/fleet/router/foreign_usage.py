@@ -84,7 +84,7 @@ def read_whole(body: bytes, record: RequestRecord) -> None:
     """Note what an answer that was not streamed cost. The record has the estimate of its prompt."""
     try:
         answer = msgspec.json.decode(body, type=_Answer)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         answer = _Answer()
     if answer.usage is not None and answer.usage.write_into(record):
         return
@@ -146,7 +146,7 @@ class UsageReader:
             return True
         try:
             answer = msgspec.json.decode(event[start + 5 :], type=_Answer)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return True
         self._is_told = (answer.usage is not None and answer.usage.write_into(self._record)) or self._is_told
         return bool(answer.choices) or not self._hides_usage

@@ -44,7 +44,7 @@ class HealthMonitor:
         self._introductions = introductions if introductions is not None else Introductions()
         self._timeout = aiohttp.ClientTimeout(total=pool.health.probe_timeout_seconds)
         self._num_probes: dict[str, int] = {}
-        self._closed: dict[tuple[str, str], int] = {}  # URLs and paths that are not for us, and what they answered
+        self._missed: dict[tuple[str, str], str] = {}  # URLs and paths that tell us nothing, and why
         self._under_way: set[str] = set()  # URLs
 
     async def run(self) -> None:
@@ -78,7 +78,7 @@ class HealthMonitor:
     def _known(self) -> list[Replica]:
         replicas = list(self._pool)
         self._num_probes = {replica.url: self._num_probes.get(replica.url, 0) for replica in replicas}
-        self._closed = {place: status for place, status in self._closed.items() if place[0] in self._num_probes}
+        self._missed = {place: why for place, why in self._missed.items() if place[0] in self._num_probes}
         return replicas
 
     async def _probe_once(self, replica: Replica) -> None:
@@ -133,9 +133,10 @@ class HealthMonitor:
             return f"{path} gives no list of models"
         if answer.status not in _REFUSED_US:
             return f"{path} answers {answer.status} {error_code(answer.body)}".rstrip()
+        advice = _key_advice(replica, path, answer.status)
         if replica.models:
-            self._note_closed(replica, path, answer.status)
-        return _key_advice(replica, path, answer.status)
+            self._note_missed(replica, path, advice)
+        return advice
 
     async def _read_load(self, replica: Replica) -> None:
         path = replica.adapter.metrics_path
@@ -143,19 +144,22 @@ class HealthMonitor:
             answer = await self._ask(replica, path)
             if answer.status == 200:
                 replica.note_load(replica.adapter.load(answer.body.decode("utf-8", "replace")))
-        except (*UPSTREAM_ERRORS, ValueError):
+        except UPSTREAM_ERRORS:
             return  # requests in flight are known all the same
+        except ValueError:
+            replica.note_load(None)
+            self._note_missed(replica, path, f"{path} gives no load that can be read")
+            return
         if answer.status in _REFUSED_US:
-            self._note_closed(replica, path, answer.status)
+            self._note_missed(replica, path, _key_advice(replica, path, answer.status))
         else:
-            self._closed.pop((replica.url, path), None)
+            self._missed.pop((replica.url, path), None)
 
-    def _note_closed(self, replica: Replica, path: str, status: int) -> None:
+    def _note_missed(self, replica: Replica, path: str, why: str) -> None:
         """Say, once, that a replica which serves does not answer the gateway's own questions."""
-        if self._closed.get((replica.url, path)) != status:
-            self._closed[replica.url, path] = status
-            advice = _key_advice(replica, path, status)
-            message = f"a replica does not tell this gateway what it asks: {advice}"
+        if self._missed.get((replica.url, path)) != why:
+            self._missed[replica.url, path] = why
+            message = f"a replica does not tell this gateway what it asks: {why}"
             replica.log.write(message, level=logging.WARNING, replica=replica.name)
 
     async def _ask(self, replica: Replica, path: str) -> _Answer:

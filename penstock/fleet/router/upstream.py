@@ -85,7 +85,7 @@ def own_headers(replica: Replica) -> dict[str, str]:
         return {}
     try:
         key = Path(replica.key_file).read_text(encoding="utf-8").strip()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return {}  # the replica will say that it misses the key
     return {"authorization": f"Bearer {key}"}
 
@@ -111,7 +111,7 @@ def error_code(body: bytes) -> str:
     """Return the code in an error of OpenAI's shape, or nothing."""
     try:
         return str(msgspec.json.decode(body, type=_ErrorDocument).error.code or "")
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
 
 

@@ -1,8 +1,11 @@
 """What each kind of server tells of itself is read as it writes it."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from penstock.fleet.adapters.interface import Load
 from penstock.fleet.adapters.registry import ADAPTERS
@@ -79,7 +82,27 @@ def test_a_server_without_metrics_has_no_load():
     assert ADAPTERS.load("llama.cpp").load("") == Load()
 
 
-@pytest.mark.parametrize("body", [b"[]", b"{", b'{"data": {}}', b'"x"'])
+@example('{model="a", ="b"} 1')
+@example(" " + "9" * 400)
+@given(st.text(alphabet='{}",=\\ \t#a_1.\x00', max_size=30))
+def test_no_line_of_metrics_raises_anything_but_value_error(rest):
+    with contextlib.suppress(ValueError):
+        ADAPTERS.load("vllm").load(f"vllm:num_requests_running{rest}\n")
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-1", "1e999"])
+def test_numbers_that_no_load_can_have_are_refused(value):
+    with pytest.raises(ValueError, match="no load"):
+        ADAPTERS.load("vllm").load(f"vllm:num_requests_running {value}\n")
+
+
+@pytest.mark.parametrize("length", ["-1", "true", '"9"'])
+def test_what_can_be_no_context_is_not_taken_for_one(length):
+    body = f'{{"data": [{{"id": "m", "max_model_len": {length}}}]}}'.encode()
+    assert ADAPTERS.load("vllm").models(body)[0].max_context_tokens is None
+
+
+@pytest.mark.parametrize("body", [b"[]", b"{", b'{"data": {}}', b'"x"', b"[" * 5000 + b"]" * 5000])
 def test_what_is_no_list_of_models_is_refused(body):
     with pytest.raises(ValueError):
         ADAPTERS.load("vllm").models(body)

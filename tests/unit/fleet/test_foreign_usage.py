@@ -70,7 +70,7 @@ def test_asking_for_usage_keeps_what_was_asked_before():
     assert msgspec.json.decode(body) == {"model": "m", "stream_options": {"other": 1, "include_usage": True}}
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"usage": 5}', b'{"choices": [5]}'])
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"usage": 5}', b'{"choices": [5]}', b'{"x":' + b"[" * 20000])
 def test_a_body_that_tells_nothing_is_estimated(body):
     noted = record()
     read_whole(body, noted)

@@ -28,6 +28,7 @@ from tests.fakes.fake_replica import FakeReplica
 from tests.unit.fleet.conftest import QUICK, FakeClock, make_query, running_gateway, until
 from tests.unit.server.sse import events_in, text_of
 
+UNREADABLE = "a replica does not tell this gateway what it asks: /metrics gives no load that can be read"
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
@@ -37,6 +38,10 @@ def refuse(status, code="", **headers):
         return web.json_response({"error": {"message": "no", "code": code}}, status=status, headers=named)
 
     return answer
+
+
+async def fail_deeply(replica, request, body):
+    return web.Response(status=500, body=b'{"x":' + b"[" * 20000 + b"]" * 20000 + b"}")
 
 
 async def hang_up(replica, request, body):
@@ -112,7 +117,9 @@ async def test_models_are_merged_and_aliases_reach_their_model():
         assert (await missing.json())["error"]["code"] == "model_not_found"
 
 
-@pytest.mark.parametrize("failure", [hang_up, refuse(503, "engine_unavailable"), refuse(500, "engine_failed")])
+@pytest.mark.parametrize(
+    "failure", [hang_up, fail_deeply, refuse(503, "engine_unavailable"), refuse(500, "engine_failed")]
+)
 async def test_what_fails_before_its_first_byte_is_tried_elsewhere(failure):
     async with (
         FakeReplica(answer=failure).running() as bad,
@@ -689,6 +696,20 @@ async def test_the_metrics_are_those_of_the_document():
         exposed = {family.name for family in text_string_to_metric_families(text)}
         documented = set(re.findall(r"^\| `(penstock_gateway_\w+)", DOCUMENT.read_text(), flags=re.MULTILINE))
         assert exposed == {name.removesuffix("_total") for name in documented}
+
+
+@pytest.mark.parametrize("rest", ["NaN", '{model="a", ="b"} 1'])
+async def test_a_replica_whose_metrics_cannot_be_read_is_served_from_and_probed_like_the_others(rest, caplog):
+    metrics = f"penstock_total_running_requests {rest}\n"
+    async with (
+        FakeReplica().running() as one,
+        FakeReplica(metrics=metrics).running() as odd,
+        running_gateway(one, odd) as running,
+    ):
+        assert [(await running.ask()).status for _ in range(2)] == [200, 200]
+        one.ready = odd.ready = 503
+        await until(lambda: not any(replica.is_up for replica in running.gateway.pool))
+    assert [record.message for record in caplog.records].count(UNREADABLE) == 1
 
 
 async def test_loads_are_read_from_the_replicas_metrics():

@@ -31,7 +31,18 @@ def test_names_survive_packing(names):
     assert list(unpack(pack(names))) == names
 
 
-@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\x01\x00\x00\x00x", b"\x02\x00\x00\x00\x80\x80"])
+DEEP = b"\x81\xa1x" + b"\x91" * 20000 + b"\xc0"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xff\xff\xff",
+        b"\x01\x00\x00\x00x",
+        b"\x02\x00\x00\x00\x80\x80",
+        len(DEEP).to_bytes(4, "little") + DEEP,
+    ],
+)
 def test_what_is_no_message_is_refused(data):
     with pytest.raises(BrokenMessages):
         list(MessageReader().feed(data))
