@@ -5,9 +5,10 @@ Given listening sockets; knows nothing of the command line.
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import socket
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import msgspec
@@ -40,6 +41,7 @@ from penstock.fleet.router.policies.registry import POLICIES
 from penstock.fleet.router.proxy import Proxy
 from penstock.fleet.router.replica_client import ReplicaClient
 from penstock.fleet.router.upstream import new_session
+from penstock.fleet.supervision import keep_running
 from penstock.metering.counts import StoreCounts
 from penstock.metering.meter import Meter
 from penstock.store.key_ring import KeyRing
@@ -118,17 +120,17 @@ class Gateway:
     ) -> None:
         """Serve; returns when the replicas of the configuration have been asked once."""
         self.pool.replace(_STATIC, self._config.replicas)
-        self._run(self.registration.run())
+        self._run("the watch over leases", self.registration.run)
         for discovery in self._discoveries():
-            self._run(follow(discovery, self.pool))
+            self._run(f"the discovery {discovery.name}", functools.partial(follow, discovery, self.pool))
         await self.monitor.probe_all()
-        self._run(self.monitor.run())
+        self._run("the health monitor", self.monitor.run)
         await self.rollouts.controller.look()  # before the first request: what was rolled back gets none
-        self._run(self.rollouts.controller.run())
+        self._run("the controller of rollouts", self.rollouts.controller.run)
         for autoscaler in self.autoscalers:
-            self._run(autoscaler.run())
+            self._run(f"the autoscaler of {autoscaler.model}", autoscaler.run)
         if any(POLICIES.load(name).uses_blocks for name in self._config.policies):
-            self._run(BlockListener(self.pool, self._session).run())
+            self._run("the listener to block events", BlockListener(self.pool, self._session).run)
         await self._listen(create_app(self.context), listener, drain_seconds)
         if admin is not None:
             app = create_admin_app(self.context, needs_key=admin.family != socket.AF_UNIX)
@@ -173,8 +175,8 @@ class Gateway:
             on_trouble=lambda summary: dispatcher.note_trouble(model, summary),
         )
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks.append(asyncio.create_task(work))
+    def _run(self, name: str, begin: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._tasks.append(asyncio.create_task(keep_running(name, begin)))
 
     async def _listen(self, app: web.Application, listener: socket.socket, drain_seconds: float) -> None:
         runner = web.AppRunner(

@@ -5,6 +5,7 @@ after a while. Knows nothing of how the blocks are used.
 """
 
 import asyncio
+import functools
 import logging
 
 import aiohttp
@@ -12,6 +13,7 @@ import aiohttp
 from penstock.fleet.cached_blocks import BlocksMissed, CachedBlocks
 from penstock.fleet.replica import Replica, ReplicaPool
 from penstock.fleet.router.upstream import UPSTREAM_ERRORS, own_headers, target
+from penstock.fleet.supervision import keep_running
 from penstock.protocol.block_events import BlockChanges, BlockSnapshot, BrokenMessages, MessageReader
 from penstock.telemetry import log_event
 
@@ -41,13 +43,15 @@ class BlockListener:
             for task in self._tasks.values():
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            self._tasks.clear()
 
     def _look(self) -> None:
         wanted = {replica for replica in self._pool if replica.adapter.block_events_path and replica.is_up}
         for replica in [item for item in self._tasks if item not in wanted]:
             self._tasks.pop(replica).cancel()
         for replica in wanted - self._tasks.keys():
-            self._tasks[replica] = asyncio.create_task(self._follow(replica))
+            follow = functools.partial(self._follow, replica)
+            self._tasks[replica] = asyncio.create_task(keep_running(f"the block events of {replica.name}", follow))
 
     async def _follow(self, replica: Replica) -> None:
         """Listen again and again; longer pauses where nothing came of it."""

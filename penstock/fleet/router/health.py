@@ -17,6 +17,7 @@ from penstock.fleet.config import ReplicaEntry
 from penstock.fleet.introduction import Introductions
 from penstock.fleet.replica import Replica, ReplicaPool
 from penstock.fleet.router.upstream import UPSTREAM_ERRORS, error_code, note_failure, own_headers, target
+from penstock.fleet.supervision import attempt
 from penstock.protocol.identity import IDENTITY_HEADER, Identity, decode_identity
 
 _MODELS_EVERY = 10  # probes
@@ -87,7 +88,7 @@ class HealthMonitor:
             return
         self._under_way.add(replica.url)
         try:
-            await self._probe(replica, is_needed)
+            await attempt(f"the probe of {replica.name}", self._probe(replica, is_needed))
         finally:
             self._under_way.discard(replica.url)
         self._on_probe()
