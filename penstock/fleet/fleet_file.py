@@ -3,6 +3,8 @@
 Knows nothing of how any of it is done.
 """
 
+import ipaddress
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +16,7 @@ from penstock.errors import ConfigError
 from penstock.fleet.adapters.registry import ADAPTERS
 from penstock.fleet.autoscaler.backends.registry import BACKENDS
 from penstock.fleet.autoscaler.policies.registry import SCALE_POLICIES
-from penstock.fleet.config import AutoscalerSection, FleetConfig, ModelSection, ReplicaEntry
+from penstock.fleet.config import AutoscalerSection, DiscoverySection, FleetConfig, ModelSection, ReplicaEntry
 from penstock.fleet.rollout.plan import VERSION_NAME, check_rollout
 from penstock.fleet.router.policies.registry import POLICIES
 
@@ -22,6 +24,10 @@ _OPTION = "--fleet"
 _OWN_PATHS = frozenset({"models", "completions", "metrics", "health", "ready", "live", "admin"})  # no server's address
 _ANY_ADDRESS = frozenset({"0.0.0.0", "::"})
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+_HOST_LABEL = re.compile(r"[0-9A-Za-z_-]{1,63}")
+_HOST_RULE = "parts of 1 to 63 letters, digits, '-' or '_' with single dots between them, 253 characters at most"
+_MAX_HOST_CHARACTERS = 253
+_MAX_PORT = 65535
 
 
 def read_fleet(file: Path | None, urls: Sequence[str] = (), policy: str | None = None) -> FleetConfig:
@@ -40,11 +46,7 @@ def read_fleet(file: Path | None, urls: Sequence[str] = (), policy: str | None =
     if policy is not None:
         _check_policy("--policy", policy)
     config = msgspec.structs.replace(config, replicas=config.replicas + named, policy=policy or config.policy)
-    for source in ("dns", "kubernetes"):
-        for number, found in enumerate(getattr(config.discovery, source)):
-            where = f"{_OPTION} discovery.{source}[{number}]."
-            _check_kind(f"{where}kind", found.kind)
-            _check_version(f"{where}version", found.version)
+    _check_discovery(config.discovery)
     for model, rollout in config.rollouts.items():
         check_rollout(model, rollout, _OPTION)
     for model, autoscaler in config.autoscaler.items():
@@ -100,6 +102,20 @@ def check_not_itself(config: FleetConfig, host: str, port: int) -> None:
             raise ConfigError("--replica", entry.url, "this is the gateway's own address: give the URLs of servers")
 
 
+def _check_discovery(discovery: DiscoverySection) -> None:
+    for source in ("dns", "kubernetes"):
+        for number, found in enumerate(getattr(discovery, source)):
+            where = f"{_OPTION} discovery.{source}[{number}]."
+            _check_kind(f"{where}kind", found.kind)
+            _check_version(f"{where}version", found.version)
+            if isinstance(found.port, int) and not 1 <= found.port <= _MAX_PORT:
+                raise ConfigError(f"{where}port", found.port, f"give a port of 1 to {_MAX_PORT}")
+    for number, section in enumerate(discovery.dns):
+        if not _is_host(section.name):
+            option = f"{_OPTION} discovery.dns[{number}].name"
+            raise ConfigError(option, section.name[:200], f"this can be no host: give {_HOST_RULE}")
+
+
 def _check_autoscaler(where: str, section: AutoscalerSection) -> None:
     kind = str(section.backend.get("kind", ""))
     if kind not in BACKENDS:
@@ -126,15 +142,31 @@ def _check_url(option: str, url: str) -> None:
     try:
         parts = urlsplit(url)
         is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        # urlsplit passes over tabs and line breaks.
+        is_usable = is_usable and url.isprintable() and " " not in parts.path
     except ValueError:
         is_usable = False
     if not is_usable or parts.query or parts.fragment or parts.username:
         raise ConfigError(option, url[:200], "give a replica's URL such as http://127.0.0.1:8000")
+    if not _is_host(parts.hostname or ""):
+        raise ConfigError(option, url[:200], f"its host can be none: give an address, or {_HOST_RULE}")
     # A server may be behind a path of its own, but no path of its API is where it is.
     segments = [part for part in parts.path.split("/") if part]
     if "v1" in segments or (segments and segments[-1] in _OWN_PATHS):
         base = f"{parts.scheme}://{parts.netloc}"
         raise ConfigError(option, url[:200], f"leave out the path of its API, which the gateway adds: {base}")
+
+
+def _is_host(name: str) -> bool:
+    """Return whether this is an address, or a name that can be looked up."""
+    try:
+        if ":" in name:
+            ipaddress.IPv6Address(name)
+            return True
+        labels = name.encode("idna").decode("ascii").removesuffix(".")
+    except ValueError:
+        return False
+    return len(labels) <= _MAX_HOST_CHARACTERS and all(map(_HOST_LABEL.fullmatch, labels.split(".")))
 
 
 def _check_different(listed: Sequence[ReplicaEntry], named: Sequence[ReplicaEntry]) -> None:

@@ -20,6 +20,8 @@ class DnsDiscovery(Discovery):
             found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise RemoteError(f"{name} has no address ({error.strerror or error})") from error
+        except UnicodeError as error:
+            raise RemoteError(f"{name} can be no host's name") from error
         addresses = sorted({str(address[0]) for *_, address in found})
         hosts = [f"[{address}]" if ":" in address else address for address in addresses]
         section = self._section

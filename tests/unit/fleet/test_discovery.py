@@ -86,6 +86,11 @@ async def test_a_name_without_addresses_is_said(monkeypatch):
         await DnsDiscovery(DnsSection(name="nowhere", port=9000)).find()
 
 
+async def test_what_can_be_no_name_is_said():
+    with pytest.raises(RemoteError, match=r"a\.\.b can be no host's name"):
+        await DnsDiscovery(DnsSection(name="a..b", port=9000)).find()
+
+
 SLICE = {
     "ports": [{"name": "http", "port": 8000}, {"name": "other", "port": 1}],
     "endpoints": [

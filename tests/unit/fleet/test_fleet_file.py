@@ -5,8 +5,15 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.fleet.config import AutoscalerSection, DiscoverySection, FleetConfig, HealthSection, QueueSection
-from penstock.fleet.fleet_file import check_key_files, check_not_itself, read_fleet
+from penstock.fleet.config import (
+    AutoscalerSection,
+    DiscoverySection,
+    FleetConfig,
+    HealthSection,
+    QueueSection,
+    ReplicaEntry,
+)
+from penstock.fleet.fleet_file import check_entry, check_key_files, check_not_itself, read_fleet
 from penstock.fleet.rollout.plan import DEFAULT_VERSION, RolloutSection
 from tests.architecture.markdown import blocks
 
@@ -65,6 +72,7 @@ def test_a_file_and_the_command_line_add_up(tmp_path):
         ("replicas = [{url = 'http://a', max_in_flight = 0}]", r"replicas\[0\].max_in_flight: 0"),
         ("replicas = [{url = 'http://a', version = 'a b'}]", r"replicas\[0\].version: 'a b'"),
         ("discovery.dns = [{name = 'x', port = 1, kind = 'y'}]", r"discovery.dns\[0\].kind: 'y'"),
+        ("discovery.dns = [{name = 'x', port = 70000}]", r"discovery.dns\[0\].port: 70000 .* 65535"),
         ("autoscaler.m.backend = {kind = 'magic'}", "local, kubernetes"),
         ("autoscaler.m.backend = {kind = 'local'}", "serve"),
         ("autoscaler.m.backend = {kind = 'external', serve = []}", "serve"),
@@ -142,6 +150,34 @@ def test_numbers_that_no_clock_or_queue_could_use_are_refused(tmp_path, text):
     file.write_text(text)
     with pytest.raises(ConfigError):
         read_fleet(file)
+
+
+NO_HOSTS = ["a..b", "a" * 64, "a b", ".a", "a%20b", "a.b" * 90]
+
+
+@pytest.mark.parametrize("host", NO_HOSTS)
+def test_a_host_that_can_be_none_is_refused_wherever_it_is_named(tmp_path, host):
+    file = tmp_path / "fleet.toml"
+    file.write_text(f"discovery.dns = [{{name = '{host}', port = 1}}]")
+    with pytest.raises(ConfigError, match=r"discovery.dns\[0\].name: .* can be no host: give parts of"):
+        read_fleet(file)
+    with pytest.raises(ConfigError, match=r"--replica: .* its host can be none: give an address"):
+        read_fleet(None, [f"http://{host}:1"])
+    with pytest.raises(ConfigError, match=r"url: .* its host can be none"):
+        check_entry(ReplicaEntry(url=f"http://{host}:1"))
+
+
+@pytest.mark.parametrize(
+    "host", ["a", "a.", "a_b.local", "10.0.0.1", "[::1]", "[fe80::1%eth0]", "b\u00fccher.example", "a" * 63]
+)
+def test_names_and_addresses_are_hosts(host):
+    assert read_fleet(None, [f"http://{host}:1"]).replicas
+
+
+@pytest.mark.parametrize("url", ["http://a\tb:1", "http://a:1/x y", "http://a:1\n"])
+def test_a_url_has_no_blanks(url):
+    with pytest.raises(ConfigError, match="such as http://127"):
+        read_fleet(None, [url])
 
 
 def test_a_replica_may_be_behind_a_path_of_its_own():
