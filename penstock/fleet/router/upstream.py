@@ -5,6 +5,7 @@ Knows nothing of policies or of the caller's connection.
 
 import asyncio
 import math
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
@@ -131,13 +132,22 @@ def note_failure(replica: Replica, error: BaseException) -> str:
     """Tell a replica's breaker of a request that failed on the way; return what was told."""
     is_refused = isinstance(error, aiohttp.ClientConnectorError | ReplicaUnreachable)
     if is_refused:
-        reason = "it refuses connections"
+        reason = _why_unreachable(error)
     elif isinstance(error, asyncio.TimeoutError):
         reason = "it did not answer in time"
     else:
         reason = "it broke a connection"
     replica.breaker.on_failure(reason, is_fatal=is_refused)
     return reason
+
+
+def _why_unreachable(error: BaseException) -> str:
+    cause = error.__cause__
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted ({cause.verify_message.rstrip('.')})"
+    if isinstance(cause, ssl.SSLError):
+        return f"no TLS connection comes about ({cause.reason or 'no reason is given'})"
+    return "it refuses connections"
 
 
 def note_refusal(replica: Replica, status: int, code: str) -> None:

@@ -1,17 +1,21 @@
 """What the gateway's log tells of replicas: ejections, returns, streams that moved, keys that are missing."""
 
 import logging
+import ssl
 
+import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
 
 from penstock.fleet.config import HealthSection, ReplicaEntry
 from penstock.fleet.replica import ReplicaPool
+from penstock.fleet.router.replica_client import ReplicaUnreachable
+from penstock.fleet.router.upstream import note_failure
 from penstock.store.key_ring import KeyRing
 from penstock.tenants import ApiKey
 from tests.fakes.fake_replica import FakeReplica
-from tests.unit.fleet.conftest import QUICK, running_gateway, until
+from tests.unit.fleet.conftest import QUICK, make_replica, running_gateway, until
 from tests.unit.fleet.test_gateway import framed
 
 
@@ -23,6 +27,28 @@ def informed(caplog):
 def lines(caplog, message):
     """Return the named values of every line that begins so."""
     return [record.penstock_fields for record in caplog.records if record.getMessage().startswith(message)]
+
+
+def from_cause(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+def test_a_certificate_that_is_not_trusted_is_called_that_whoever_asks():
+    cause = ssl.SSLCertVerificationError(1, "[SSL: CERTIFICATE_VERIFY_FAILED]")
+    cause.verify_message = "self-signed certificate"
+    for error in (ReplicaUnreachable(), aiohttp.ClientConnectorCertificateError(None, cause)):
+        replica = make_replica(1)
+        note_failure(replica, from_cause(error, cause))
+        assert replica.breaker.reason.endswith("its certificate is not trusted (self-signed certificate)")
+
+
+async def test_a_replica_without_tls_at_an_https_url_is_called_that(caplog):
+    async with FakeReplica().running() as one:
+        url = one.url.replace("http", "https")
+        config = msgspec.structs.replace(QUICK, replicas=(ReplicaEntry(url=url),))
+        async with running_gateway(config=config) as running:
+            assert "no TLS connection comes about" in running.gateway.pool.find(url).breaker.reason
 
 
 def test_an_ejection_and_a_return_are_lines_with_reason_and_duration(clock, caplog):
