@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -86,10 +85,10 @@ class ProductTuner:
         self._is_saved = True
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            # Processes that start together write whole files, one after the other.
-            with tempfile.NamedTemporaryFile("w", dir=self._file.parent, delete=False) as file:
-                json.dump({"made for": self._made_for, "found": self._found}, file)
-            os.replace(file.name, self._file)
+            # Processes that start together write whole files, each from a part of its own.
+            part = self._file.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps({"made for": self._made_for, "found": self._found}))
+            part.replace(self._file)
         except OSError as error:
             log.warning("what was found of products cannot be kept, and is found again at the next start: %s", error)
 

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from penstock.kernels.triton.hopper import num_multiprocessors
+from penstock.kernels.triton.hopper_prefill import make_barriers
 from penstock.kernels.triton.sizes import ceil_divide
 
 _ROWS = gl.constexpr(128)  # of a tile
@@ -109,14 +110,6 @@ def _product_partition(
     tma.store_wait(0)
 
 
-@gluon.jit
-def _make_barriers(ARRIVALS: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(_STAGES):
-        mbarrier.init(barriers.index(index), count=ARRIVALS)
-    return barriers
-
-
 @gluon.jit(do_not_specialize=["num_rows"])
 def _hopper_gated_kernel(
     x_desc,  # [rows, depth]
@@ -136,7 +129,7 @@ def _hopper_gated_kernel(
     # The same memory by halves: rows of each group of warps, and gates and ups.
     x_halves = x_buffer._reinterpret(dtype, [2 * _STAGES, _HALF, _DEPTH], layout)
     weight_halves = weight_buffer._reinterpret(dtype, [2 * _STAGES, _COLUMNS, _DEPTH], layout)
-    ready, free = _make_barriers(1), _make_barriers(2)
+    ready, free = make_barriers(_STAGES, 1), make_barriers(_STAGES, 2)
     row_tiles, column_tiles = gl.cdiv(num_rows, _ROWS), size // _COLUMNS
     gl.warp_specialize(
         [

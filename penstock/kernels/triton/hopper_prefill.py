@@ -360,7 +360,8 @@ def _product_partition(shared, WHICH: gl.constexpr, HEADS: gl.constexpr, HEAD_DI
 
 
 @gluon.jit
-def _make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Return so many barriers, each of which opens after so many arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(NUMBER):
         mbarrier.init(barriers.index(index), count=ARRIVALS)
@@ -405,10 +406,10 @@ def _hopper_prefill_kernel(
     buffers, copies = (q_buffer, k_buffer, v_buffer), (q_copies, k_copies, v_copies)
     # What is ready is announced by its copies, what is free by both groups; queries have two places.
     barriers = (
-        _make_barriers(2, 1), _make_barriers(2, 2),
-        _make_barriers(_STAGES, 1), _make_barriers(_STAGES, 2),
-        _make_barriers(_STAGES, 1), _make_barriers(_STAGES, 2),
-        _make_barriers(1, 1), _make_barriers(2, 1),
+        make_barriers(2, 1), make_barriers(2, 2),
+        make_barriers(_STAGES, 1), make_barriers(_STAGES, 2),
+        make_barriers(_STAGES, 1), make_barriers(_STAGES, 2),
+        make_barriers(1, 1), make_barriers(2, 1),
     )  # fmt: skip
     lists = (tiles_ptr, starts_ptr, lens_ptr, tables_ptr)
     HEAD_TILES: gl.constexpr = HEADS * TOKENS // _ROWS

@@ -67,10 +67,6 @@ class VirtualFleet:
         return sum(item.ready_at <= self.now and not item.is_draining for item in self.replicas)
 
     @property
-    def num_draining(self) -> int:
-        return sum(item.is_draining for item in self.replicas)
-
-    @property
     def replica_seconds(self) -> float:
         """What has been paid for until now: every replica from its start to its end."""
         return sum(item.seconds_until(self.now) for item in (*self.replicas, *self.ended))
