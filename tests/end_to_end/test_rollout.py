@@ -145,7 +145,8 @@ def measures(rollout: dict) -> set[str]:
 def test_corrupted_weights_are_rolled_back_before_a_caller_sees_them(real):
     rollout = real.roll_out("corrupted", num_callers=4)
     assert (rollout["status"], [step["step"] for step in rollout["history"]]) == ("rolled_back", ["shadow"])
-    assert measures(rollout) == {"tokens that differ", "log-probability distance p50"}
+    # One measure beyond doubt is enough, and ends the step: which of the two is first so is a matter of moments.
+    assert measures(rollout) and measures(rollout) <= {"tokens that differ", "log-probability distance p50"}
     with httpx.Client(base_url=real.gateway.url, timeout=60) as client:
         routes = [real.ask(client, [9], user=str(number)).headers["x-penstock-route"] for number in range(8)]
     assert not any("version=" in route for route in routes)
