@@ -24,11 +24,8 @@ _PATTERN = 6  # the last of each six layers is global
 _SAFETENSORS = WeightLayout(
     GEMMA_NAMES,
     prefixes=("model.", "model.language_model.", "language_model.model."),
-    ignorable=(
-        r"(model\.)?vision_tower\..*",
-        r"(model\.)?multi_modal_projector\..*",
-        r"language_model\.lm_head\.weight",
-    ),
+    other_heads=("language_model.lm_head.weight",),
+    ignorable=(r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*"),
 )
 
 

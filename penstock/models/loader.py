@@ -25,7 +25,7 @@ from penstock.models.layers.linear import Linear
 from penstock.models.layers.moe import Moe
 from penstock.models.layers.norm import Norm
 from penstock.models.layers.rope import Rope
-from penstock.models.parameters import Part, WeightLayout, locate
+from penstock.models.parameters import Part, WeightLayout, head_tensor, locate
 from penstock.models.quant.dense import DenseFormat, DenseWeight
 from penstock.models.quant.interface import LinearWeight
 from penstock.models.quant.registry import EXACT_PRECISIONS, choose_format
@@ -103,9 +103,7 @@ def refuse_damage(files: ModelFiles, spec: ModelSpec) -> None:
 
 def _with_its_head(spec: ModelSpec, source: WeightSource, layout: WeightLayout) -> ModelSpec:
     """A head that is saved although the settings tie it to the embedding counts where the two differ."""
-    head_name = layout.names["lm_head"]
-    assert isinstance(head_name, str)
-    if not spec.tie_embeddings or head_name not in source.names():
+    if not spec.tie_embeddings or head_tensor(layout, source.has) not in source.names():
         return spec
     untied = replace(spec, tie_embeddings=False)
     parts = locate(untied, layout, source.has)
@@ -171,9 +169,7 @@ class _Builder:
 
     def _tied_names(self) -> set[str]:
         """A head that is saved although it is tied to the embedding is that embedding."""
-        head = self.layout.names["lm_head"]
-        assert isinstance(head, str)
-        return {head} if self.spec.tie_embeddings else set()
+        return {head_tensor(self.layout, self.source.has)} if self.spec.tie_embeddings else set()
 
     def _embedding_and_head(self) -> tuple[Embedding, Linear, Group]:
         stored = self._stored("embedding")

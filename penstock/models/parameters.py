@@ -52,6 +52,7 @@ class WeightLayout:
     names: Names
     rotary_pairs: bool = False  # rows of q and k that rotate together are neighbours, not half a head apart
     prefixes: tuple[str, ...] = ("",)
+    other_heads: tuple[str, ...] = ()  # names that some files have for the head
     ignorable: tuple[str, ...] = ()  # patterns of names that may stay unused, beyond those of every family
 
 
@@ -116,7 +117,15 @@ def locate(spec: ModelSpec, layout: WeightLayout, has: Callable[[str], bool]) ->
     shapes = parameter_shapes(spec)
     prefix = _prefix(layout, has)
     num_experts = spec.moe.num_experts if spec.moe else 0
-    return {name: _part(name, shapes, layout.names, prefix, num_experts) for name in shapes}
+    names = {**layout.names, "lm_head": head_tensor(layout, has)}
+    return {name: _part(name, shapes, names, prefix, num_experts) for name in shapes}
+
+
+def head_tensor(layout: WeightLayout, has: Callable[[str], bool]) -> str:
+    """Return the file's name of the head, whether it is there or not."""
+    usual = layout.names["lm_head"]
+    assert isinstance(usual, str)
+    return next((name for name in layout.other_heads if has(name)), usual)
 
 
 def _prefix(layout: WeightLayout, has: Callable[[str], bool]) -> str:

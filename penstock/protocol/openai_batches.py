@@ -9,16 +9,14 @@ from typing import Annotated, Literal
 import msgspec
 from pydantic import Field
 
+from penstock.protocol.labels import Labels
 from penstock.protocol.wire import WireModel
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 WINDOW_SECONDS = 24 * 3600.0
 
 MAX_LINES = 50_000
-MAX_LABELS = 16
 MAX_CUSTOM_ID_CHARACTERS = 512
-
-LabelText = Annotated[str, Field(max_length=512)]
 
 
 class BatchRequest(WireModel):
@@ -27,7 +25,7 @@ class BatchRequest(WireModel):
     input_file_id: str = Field(max_length=64, description="A file uploaded with the purpose `batch`")
     endpoint: Endpoint = Field(description="The endpoint of every line")
     completion_window: Literal["24h"] = Field(description="What has not run by then is told as expired")
-    metadata: dict[Annotated[str, Field(max_length=64)], LabelText] | None = Field(None, max_length=MAX_LABELS)
+    metadata: Labels | None = Field(None, description="Kept with the batch, and told with it")
 
 
 class BatchError(msgspec.Struct, frozen=True, kw_only=True):

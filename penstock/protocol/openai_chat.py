@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from penstock.errors import InvalidParameter
 from penstock.protocol.generation import GenerationRequest, Usage
+from penstock.protocol.labels import Labels
 from penstock.protocol.wire import WireModel, object_schema
 from penstock.request import MAX_COUNT, MAX_LOGPROBS
 
@@ -86,7 +87,6 @@ class ChatRequest(GenerationRequest):
     IGNORED: ClassVar[Mapping[str, type]] = MappingProxyType(
         {
             "user": str,
-            "metadata": dict,
             "store": bool,
             "service_tier": str,
             "parallel_tool_calls": bool,
@@ -114,6 +114,7 @@ class ChatRequest(GenerationRequest):
     )
 
     messages: MessageList
+    metadata: Labels | None = Field(None, description="Accepted, and not kept")
     max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens")
     logprobs: bool | None = Field(None, description="Return the log-probability of each token of the answer")
     top_logprobs: int | None = Field(None, description="And of so many of the likeliest tokens in its place")

@@ -108,15 +108,30 @@ def test_a_tied_head_shares_the_memory_of_the_embedding(tmp_path: Path) -> None:
     assert head.weight.data_ptr() == decoder.embedding.weight.data_ptr()  # type: ignore[attr-defined]
 
 
-def test_the_text_part_of_a_model_that_also_sees_is_loaded(tmp_path: Path) -> None:
+def save_a_model_that_also_sees(folder: Path) -> Gemma3ForConditionalGeneration:
     text = {**SIZES, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 7}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
     model = Gemma3ForConditionalGeneration(config).eval()
     for name, parameter in model.named_parameters():
         fill(name, parameter.data)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(folder)
+    return model
+
+
+def test_the_text_part_of_a_model_that_also_sees_is_loaded(tmp_path: Path) -> None:
+    model = save_a_model_that_also_sees(tmp_path)
     prompt = random_tokens(20)
+    found = PagedDecoder(load_exact(folder_files(tmp_path))).run("a", prompt)
+    torch.testing.assert_close(found, reference_logits(model, prompt), atol=1e-4, rtol=0.0)
+
+
+def test_the_head_of_a_model_that_also_sees_counts_under_its_older_name(tmp_path: Path) -> None:
+    model = save_a_model_that_also_sees(tmp_path)
+    head = 0.1 * torch.randn(97, 64, generator=torch.Generator().manual_seed(1))
+    edit_tensors(tmp_path, {"language_model.lm_head.weight": head})
+    model.lm_head.weight = torch.nn.Parameter(head)
+    prompt = random_tokens(5)
     found = PagedDecoder(load_exact(folder_files(tmp_path))).run("a", prompt)
     torch.testing.assert_close(found, reference_logits(model, prompt), atol=1e-4, rtol=0.0)
 

@@ -14,7 +14,8 @@ from penstock.protocol.generation import (
     MAX_TOKEN_LIST,
     GenerationRequest,
 )
-from penstock.protocol.openai_batches import MAX_CUSTOM_ID_CHARACTERS, MAX_LABELS, MAX_LINES
+from penstock.protocol.labels import MAX_LABELS
+from penstock.protocol.openai_batches import MAX_CUSTOM_ID_CHARACTERS, MAX_LINES
 from penstock.protocol.openai_chat import MAX_MESSAGES, MAX_PARTS, ChatRequest
 from penstock.protocol.openai_completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from penstock.protocol.wire import MAX_ENTRIES, MAX_NODES

@@ -103,6 +103,7 @@ def test_token_biases_become_numbers():
         ({"user": 5}, "user: 5 is not usable; give a string"),
         ({"store": "yes"}, 'store: "yes" is not usable; give true or false'),
         ({"metadata": []}, "metadata: [] is not usable; give an object"),
+        ({"metadata": {"a": 1}}, "metadata.a: 1 is not usable; give a string"),
         ({"messages": []}, "messages: [] is not usable; give at least 1 entry"),
         ({"stop": ["a"] * 17}, "give at most 16 entries"),
         ({"stop": [""]}, 'stop[0]: "" is not usable; give at least 1 character'),
