@@ -18,6 +18,11 @@ from penstock.errors import HeadTooLarge, Overloaded, PenstockError, RequestErro
 from penstock.protocol.errors import reply_for
 from penstock.server.metrics import ServerMetrics
 
+# A refused client may still be sending, and whoever closes on that makes it lose the answer: for so long, and so many
+# bytes, what comes is read and thrown away.
+_FAREWELL_SECONDS = 1.0
+_FAREWELL_BYTES = 16 * 1024 * 1024
+
 
 class _Reading(enum.Enum):
     """Which part of a request is expected or arriving."""
@@ -25,6 +30,7 @@ class _Reading(enum.Enum):
     NOTHING = enum.auto()
     HEAD = enum.auto()
     BODY = enum.auto()
+    FAREWELL = enum.auto()  # what is sent to who has been refused
 
 
 class GuardedConnection(HttpToolsProtocol):
@@ -36,7 +42,9 @@ class GuardedConnection(HttpToolsProtocol):
         self._limits = crowd.limits
         self._answering: RequestResponseCycle | None = None
         self._reading = _Reading.NOTHING
-        self._head_bytes = 0
+        self._head_bytes = 0  # of reads that did not end the head
+        self._line_bytes = 0  # of the head's lines that are whole
+        self._farewell_bytes = 0
         self._deadline: float | None = None  # for what is being read
         self._clock: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
@@ -51,7 +59,8 @@ class GuardedConnection(HttpToolsProtocol):
         if self._crowd.enter(self):
             self._allow(self._limits.idle_seconds)
         else:
-            self._refuse(Overloaded("too many connections are open; try again in a moment", retry_after_seconds=1.0))
+            self._answer(Overloaded("too many connections are open; try again in a moment", retry_after_seconds=1.0))
+            self.leave()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -77,14 +86,18 @@ class GuardedConnection(HttpToolsProtocol):
     # ------------------------------------------------------------ reading
 
     def data_received(self, data: bytes) -> None:
+        if self._reading is _Reading.FAREWELL:
+            self._farewell_bytes += len(data)
+            if self._farewell_bytes > _FAREWELL_BYTES:
+                self.leave()
+            return
         super().data_received(data)
         if self.transport.is_closing():
             return
         if self._reading is _Reading.HEAD:
             self._head_bytes += len(data)
             if self._head_bytes > self._limits.max_head_bytes:
-                self._crowd.on_cut(Cut.HEAD)
-                self._refuse(HeadTooLarge(self._limits.max_head_bytes))
+                self._refuse_head()
         elif self._reading is _Reading.BODY and self._deadline is not None:
             self._deadline += len(data) / self._limits.body_bytes_per_second
         elif self._is_idle and self.timeout_keep_alive_task is None:
@@ -96,9 +109,17 @@ class GuardedConnection(HttpToolsProtocol):
             raise ConnectionAbortedError  # ends the parser's work on what has arrived
         super().on_message_begin()
         self._reading = _Reading.HEAD
-        self._head_bytes = 0
+        self._head_bytes = self._line_bytes = 0
         self._deadline = None
         self._allow(self._limits.head_seconds)
+
+    def on_url(self, url: bytes) -> None:
+        self._count_line(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_line(len(name) + len(value) + len(": \r\n"))
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._crowd.note_busy(self)
@@ -117,7 +138,7 @@ class GuardedConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
-        if not self.transport.is_closing():
+        if self._reading is not _Reading.FAREWELL and not self.transport.is_closing():
             self._refuse(RequestError("this is no HTTP request that could be understood"))
 
     # ------------------------------------------------------------ writing
@@ -129,7 +150,8 @@ class GuardedConnection(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._stall is not None and not self.transport.is_closing():
+        is_over = self._reading is _Reading.FAREWELL or self.transport.is_closing()
+        if self._stall is not None and not is_over:
             self._stall.cancel()
             self._stall = None
 
@@ -169,14 +191,32 @@ class GuardedConnection(HttpToolsProtocol):
             self._crowd.on_cut(Cut.HEAD if self._reading is _Reading.HEAD else Cut.BODY)
             self._refuse(RequestTimeout("the request did not arrive in time; send it without pauses"))
 
+    def _count_line(self, num_bytes: int) -> None:
+        self._line_bytes += num_bytes
+        if self._line_bytes > self._limits.max_head_bytes:
+            self._refuse_head()
+            raise ConnectionAbortedError  # ends the parser's work on what has arrived
+
+    def _refuse_head(self) -> None:
+        self._crowd.on_cut(Cut.HEAD)
+        self._refuse(HeadTooLarge(self._limits.max_head_bytes))
+
     def _refuse(self, error: PenstockError) -> None:
-        """Say why where no response has begun, and close."""
+        """Say why where no response has begun, and close when the client has had the time to hear it."""
+        self._answer(error)
+        self._reading, self._deadline = _Reading.FAREWELL, None
+        if self.transport.can_write_eof() and not self.transport.is_closing():
+            self.transport.write_eof()
+            self._stall = self._stall or self.loop.call_later(_FAREWELL_SECONDS, self.transport.abort)
+        else:
+            self.leave()
+
+    def _answer(self, error: PenstockError) -> None:
         if self._answering is None or self._answering.response_complete or not self._answering.response_started:
             reply = reply_for(error)
             fixed = {"content-type": "application/json", "content-length": str(len(reply.body)), "connection": "close"}
             head = "".join(f"{name}: {value}\r\n" for name, value in {**fixed, **reply.headers}.items())
             self.transport.write(STATUS_LINE[reply.status] + head.encode() + b"\r\n" + reply.body)
-        self.leave()
 
     def _cut(self, why: Cut) -> None:
         """End the connection now, whatever the client has not read."""

@@ -11,6 +11,7 @@ import pytest
 
 from penstock import connection_limits
 from penstock.connection_limits import ConnectionLimits, raise_file_limit
+from penstock.server import connection
 from penstock.tenants import ApiKey
 from tests.unit.server.conftest import MODEL, listening, running_service, until
 
@@ -27,6 +28,12 @@ async def connected(url):
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
+
+
+async def send_for_ever(writer):
+    while True:
+        writer.write(b"x" * 65536)
+        await writer.drain()
 
 
 def cuts(service, why):
@@ -72,6 +79,39 @@ async def test_a_head_without_end_is_answered_431(service):
         answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 431 ")
     assert error_code(answer) == "head_too_large"
+
+
+@pytest.mark.parametrize("lines", [b"x: " + b"y" * 2000, b"x: y\r\n" * 500 + b"x: y"], ids=["one", "many"])
+async def test_a_head_that_is_whole_and_too_large_is_answered_431(service, lines):
+    async with (
+        listening(service.context, ConnectionLimits(max_head_bytes=1000)) as url,
+        connected(url) as (reader, writer),
+    ):
+        writer.write(b"GET /live HTTP/1.1\r\nhost: localhost\r\n" + lines + b"\r\n\r\n")
+        answer = await reader.read()
+    assert error_code(answer) == "head_too_large"
+
+
+async def test_who_is_refused_and_still_sends_hears_why(service):
+    async with (
+        listening(service.context, ConnectionLimits(max_head_bytes=1000)) as url,
+        connected(url) as (reader, writer),
+    ):
+        for _ in range(64):
+            writer.write(b"x" * 65536)
+        await writer.drain()
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 4")
+
+
+async def test_who_is_refused_and_sends_for_ever_is_left(service, monkeypatch):
+    monkeypatch.setattr(connection, "_FAREWELL_BYTES", 100_000)
+    async with (
+        listening(service.context, ConnectionLimits(max_head_bytes=1000)) as url,
+        connected(url) as (_, writer),
+    ):
+        with pytest.raises(ConnectionError):
+            await send_for_ever(writer)
 
 
 async def test_a_body_that_does_not_come_is_answered_408(service):
