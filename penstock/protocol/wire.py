@@ -66,6 +66,8 @@ def parse_request(kind: type[Request], body: bytes) -> Request:
         raise MalformedBody(f"the request body is not valid JSON: {error}") from None
     if not isinstance(document, dict):
         raise MalformedBody("the request body must be a JSON object")
+    if b"\\u0000" in body:
+        _refuse_nul(document, ())
     for name, harmless in kind.REFUSED.items():
         value = document.pop(name, None)
         if value is not None and value not in harmless:
@@ -90,6 +92,19 @@ def _check_number_of_parts(body: bytes) -> None:
     if num_nodes > MAX_NODES or body.count(b",") > MAX_ENTRIES:
         limits = f"{MAX_ENTRIES} entries and {MAX_NODES} lists, objects and fields"
         raise RequestError(f"the request body has too many parts; send one of at most {limits}")
+
+
+def _refuse_nul(value: object, location: tuple[int | str, ...]) -> None:
+    """Refuse the character that ends texts elsewhere: tokenizers, templates and logs read it each in its own way."""
+    if isinstance(value, str):
+        if "\0" in value:
+            raise InvalidParameter(_dotted(location), value, "send texts without NUL characters")
+        return
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in parts:
+        if isinstance(name, str):
+            _refuse_nul(name, location)
+        _refuse_nul(part, (*location, name))
 
 
 def _request_error(details: ErrorDetails, guide: str) -> RequestError:

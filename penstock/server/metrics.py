@@ -23,6 +23,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from penstock.connection_limits import Cut
 from penstock.engine.messages import EngineInfo, EngineStats
 from penstock.engine.messages import Histogram as EngineHistogram
 from penstock.server.readiness import EngineView
@@ -65,6 +66,8 @@ class ServerMetrics:
             ["why"],
             registry=self._own,
         )
+        for why in Cut:
+            self._cut.labels(why)
         self._limited = Counter(
             "penstock_limited_requests", "Requests refused for a tenant's limit", ["limit"], registry=self._own
         )

@@ -134,6 +134,7 @@ HOSTILE = {
     "lone surrogate": with_field('"prompt": "\\ud800"'),
     "lone surrogate in a stop": with_field('"stop": "\\udfff"'),
     "NUL in a name": with_field('"\\u0000": 1'),
+    "NUL in the prompt": with_field('"prompt": "a\\u0000b"'),
     "NUL in the model": with_field('"model": "tiny\\u0000"'),
     "deep lists": with_field('"prompt": ' + "[" * 10_000 + "]" * 10_000),
     "deep objects": with_field('"metadata": ' + '{"a":' * 10_000 + "1" + "}" * 10_000),

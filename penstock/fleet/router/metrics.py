@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from penstock.connection_limits import Cut
 from penstock.fleet.autoscaler.autoscaler import Autoscaler
 from penstock.fleet.breaker import Standing
 from penstock.fleet.replica import ReplicaPool
@@ -73,6 +74,8 @@ class GatewayMetrics:
         self._cut = Counter(
             "penstock_gateway_connections_cut", "Connections that the gateway ended", ["why"], registry=self._registry
         )
+        for why in Cut:
+            self._cut.labels(why)
         self.prompt_tokens = Counter(
             "penstock_gateway_prompt_tokens", "Prompt tokens, as replicas told", ["model"], registry=self._registry
         )

@@ -6,6 +6,8 @@ of the store.
 
 import codecs
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -120,14 +122,13 @@ def _explain(text: bytes) -> WrongLine:
 
 
 def first_model(pieces: Iterable[bytes], max_body_bytes: int) -> str | None:
-    """Return the model that a file's first request names; None where that cannot be told."""
-    try:
-        for text in split_lines(pieces, max_body_bytes + _ENVELOPE_BYTES):
-            if text.strip():
+    """Return the model that a file's first request names; None where no line that can be read has one."""
+    lines = filter(bytes.strip, split_lines(pieces, max_body_bytes + _ENVELOPE_BYTES))
+    with suppress(LineTooLong):
+        for text in islice(lines, _MAX_ERRORS):
+            with suppress(msgspec.DecodeError, UnicodeDecodeError):
                 line = msgspec.json.decode(text, type=InputLine)
                 return msgspec.json.decode(line.body, type=BodyModel).model
-    except (LineTooLong, msgspec.DecodeError, UnicodeDecodeError):
-        pass
     return None
 
 

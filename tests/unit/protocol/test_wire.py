@@ -104,6 +104,8 @@ def test_token_biases_become_numbers():
         ({"store": "yes"}, 'store: "yes" is not usable; give true or false'),
         ({"metadata": []}, "metadata: [] is not usable; give an object"),
         ({"metadata": {"a": 1}}, "metadata.a: 1 is not usable; give a string"),
+        ({"stop": ["a", "b\0"]}, 'stop[1]: "b\\u0000" is not usable; send texts without NUL characters'),
+        ({"metadata": {"\0": "a"}}, 'metadata: "\\u0000" is not usable; send texts without NUL characters'),
         ({"messages": []}, "messages: [] is not usable; give at least 1 entry"),
         ({"stop": ["a"] * 17}, "give at most 16 entries"),
         ({"stop": [""]}, 'stop[0]: "" is not usable; give at least 1 character'),
@@ -115,6 +117,10 @@ def test_a_refusal_shows_the_value_as_json_and_says_what_would_be_right(fields, 
     with pytest.raises(InvalidParameter) as refused:
         chat(**fields)
     assert sentence in str(refused.value)
+
+
+def test_a_text_that_tells_of_nul_is_one_like_others():
+    assert chat(stop="\\u0000").stop == ["\\u0000"]
 
 
 def test_the_newer_length_limit_is_told_its_bounds():

@@ -103,6 +103,7 @@ def test_only_as_many_errors_are_told_as_somebody_would_read():
 
 def test_the_first_lines_model_is_the_batchs():
     assert first_model([b"\n", json.dumps(line()).encode()], MOST) == "tiny"
+    assert first_model([b"{\n", json.dumps(line()).encode()], MOST) == "tiny"
     assert first_model([b"{"], MOST) is None
     assert first_model([], MOST) is None
 
