@@ -99,10 +99,6 @@ class Shadows:
         self._tasks: set[asyncio.Task[None]] = set()  # those that wait to be sent included
         self._num_sent = 0  # that have not been answered
 
-    @property
-    def num_under_way(self) -> int:
-        return len(self._tasks)
-
     def send(
         self,
         copy: ShadowCopy,
