@@ -1,4 +1,7 @@
-"""Answers as `penstock.fleet.discovery.ray_listing` does, without a cluster: `broken` is one that cannot be asked."""
+"""Answers as `penstock.fleet.discovery.ray_listing` does, without a cluster: `broken` is one that cannot be asked.
+
+`odd` tells of something that is no URL besides.
+"""
 
 import json
 import sys
@@ -8,4 +11,5 @@ if __name__ == "__main__":
     for number, _ in enumerate(sys.stdin):
         if address == "broken":
             sys.exit("no cluster")
-        print(json.dumps([f"http://{application}-{index}:80" for index in range(number + 1)]), flush=True)
+        odd = [None] if address == "odd" else []
+        print(json.dumps(odd + [f"http://{application}-{index}:80" for index in range(number + 1)]), flush=True)

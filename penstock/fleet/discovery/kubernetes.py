@@ -3,7 +3,7 @@
 Needs the right to list endpointslices of discovery.k8s.io.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,30 +32,42 @@ class KubernetesDiscovery(Discovery):
     async def find(self) -> list[ReplicaEntry]:
         path = f"/apis/discovery.k8s.io/v1/namespaces/{self._namespace}/endpointslices"
         selector = {"labelSelector": f"kubernetes.io/service-name={self._section.service}"}
-        slices = (await self._api.get(path, selector)).get("items")
-        return [entry for item in slices or () for entry in self._entries(item)]
+        document = await self._api.get(path, selector)
+        return [entry for item in _objects(document.get("items")) for entry in self._entries(item)]
 
     def _entries(self, endpoint_slice: Mapping[str, Any]) -> list[ReplicaEntry]:
-        port = self._port(endpoint_slice.get("ports") or ())
+        port = self._port(endpoint_slice)
         if port is None:
             return []
-        hosts = [
-            f"[{address}]" if ":" in address else address
-            for endpoint in endpoint_slice.get("endpoints") or ()
-            # Absent means unknown, which the API says to take as ready.
-            if (endpoint.get("conditions") or {}).get("ready") is not False
-            for address in endpoint.get("addresses") or ()
-        ]
         section = self._section
         return [
             ReplicaEntry(
                 url=f"http://{host}:{port}", kind=section.kind, version=section.version, key_file=section.key_file
             )
-            for host in hosts
+            for endpoint in _objects(endpoint_slice.get("endpoints"))
+            for host in _hosts(endpoint)
         ]
 
-    def _port(self, ports: Any) -> int | None:
+    def _port(self, endpoint_slice: Mapping[str, Any]) -> Any:
         wanted = self._section.port
         if isinstance(wanted, int):
             return wanted
+        ports = _objects(endpoint_slice.get("ports"))
         return next((item.get("port") for item in ports if item.get("name") == wanted), None)
+
+
+def _hosts(endpoint: Mapping[str, Any]) -> list[str]:
+    """Return what an endpoint gives for its addresses, as they would stand in a URL."""
+    conditions, addresses = endpoint.get("conditions"), endpoint.get("addresses")
+    # Absent means unknown, which the API says to take as ready.
+    if isinstance(conditions, Mapping) and conditions.get("ready") is False:
+        return []
+    told = [str(address) for address in addresses] if isinstance(addresses, list) else []
+    return [f"[{address}]" if ":" in address else address for address in told]
+
+
+def _objects(items: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the objects of a list, whatever else is in it, or none where it is no list."""
+    for item in items if isinstance(items, list) else ():
+        if isinstance(item, Mapping):
+            yield item

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import importlib.util
 import sys
+from typing import Any
 
 import msgspec
 
@@ -17,6 +18,7 @@ from penstock.fleet.discovery.interface import Discovery
 _LISTING = "penstock.fleet.discovery.ray_listing"
 _FIRST_ANSWER_SECONDS = 60.0  # joining a cluster takes seconds
 _ANSWER_SECONDS = 15.0
+_MAX_ANSWER_BYTES = 8 * 1024 * 1024
 _PAUSE_SECONDS = 5.0  # between attempts to join a cluster
 
 
@@ -42,13 +44,13 @@ class RayDiscovery(Discovery):
                 listing.stdin.write(b"\n")
                 await listing.stdin.drain()
                 line = await listing.stdout.readline()
-            urls = msgspec.json.decode(line, type=list[str])
-        except (TimeoutError, OSError, msgspec.DecodeError) as error:
+            urls = msgspec.json.decode(line, type=list[Any])
+        except (TimeoutError, OSError, ValueError, msgspec.DecodeError) as error:
             await self.close()
             self._start_after = asyncio.get_running_loop().time() + _PAUSE_SECONDS
             raise RemoteError(self._complaint) from error
         self._answers = True
-        return [ReplicaEntry(url=url, key_file=self._section.key_file) for url in urls]
+        return [ReplicaEntry(url=str(url), key_file=self._section.key_file) for url in urls]
 
     async def close(self) -> None:
         listing, self._listing, self._answers = self._listing, None, False
@@ -70,5 +72,6 @@ class RayDiscovery(Discovery):
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 start_new_session=True,  # a Ctrl-C is the gateway's alone
+                limit=_MAX_ANSWER_BYTES,
             )
         return self._listing

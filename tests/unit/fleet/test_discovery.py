@@ -1,5 +1,7 @@
 """Where replicas come from, and how they go again."""
 
+import asyncio
+import contextlib
 import socket
 
 import aiohttp
@@ -10,9 +12,11 @@ from penstock.errors import ConfigError, RemoteError
 from penstock.fleet.adapters.interface import ServedModel
 from penstock.fleet.config import DnsSection, HealthSection, KubernetesSection, ReplicaEntry
 from penstock.fleet.discovery.dns import DnsDiscovery
+from penstock.fleet.discovery.interface import Discovery, follow
 from penstock.fleet.discovery.kubernetes import KubernetesDiscovery
 from penstock.fleet.discovery.registration import Registration
 from penstock.fleet.replica import ReplicaPool
+from tests.unit.fleet.conftest import until
 
 
 def entry(number: int) -> ReplicaEntry:
@@ -91,6 +95,33 @@ async def test_what_can_be_no_name_is_said():
         await DnsDiscovery(DnsSection(name="a..b", port=9000)).find()
 
 
+class Listed(Discovery):
+    """Tells of the same URLs whenever it is asked."""
+
+    name, refresh_seconds = "listed", 0.0
+
+    def __init__(self, *urls):
+        self.num_asked = 0
+        self._urls = urls
+
+    async def find(self):
+        self.num_asked += 1
+        return [ReplicaEntry(url=url) for url in self._urls]
+
+
+async def test_what_is_found_and_can_be_no_replica_is_said_once_and_passed_over(pool, caplog):
+    bad = ["http://a..b:80", "http://node 1:80", "http://[::1:80", f"http://{'x' * 64}:80", "http://a:99999"]
+    source = Listed("http://replica-1:80", *bad, "http://replica-2:80")
+    following = asyncio.create_task(follow(source, pool))
+    await until(lambda: source.num_asked >= 3)
+    following.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await following
+    assert urls(pool) == ["http://replica-1:80", "http://replica-2:80"]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == len(bad) and all("is no replica" in line for line in said)
+
+
 SLICE = {
     "ports": [{"name": "http", "port": 8000}, {"name": "other", "port": 1}],
     "endpoints": [
@@ -99,6 +130,14 @@ SLICE = {
         {"addresses": ["fd00::3"]},
     ],
 }
+
+
+ODD_SLICES = [
+    7,
+    {"ports": [3, {"name": "http", "port": 8000}], "endpoints": [None, {"addresses": "10.0.0.9"}, {"addresses": [{}]}]},
+    {"ports": None, "endpoints": {"addresses": ["10.0.0.8"]}},
+    SLICE,
+]
 
 
 @pytest.fixture
@@ -110,7 +149,8 @@ async def cluster(tmp_path):
 
     async def answer(request):
         seen.append((request.path, request.query["labelSelector"], request.headers["authorization"]))
-        return web.json_response({"items": [SLICE]}) if "penstock" in str(request.url) else web.Response(status=403)
+        slices = ODD_SLICES if "odd" in str(request.url) else [SLICE]
+        return web.json_response({"items": slices}) if "penstock" in str(request.url) else web.Response(status=403)
 
     app = web.Application()
     app.router.add_get("/{path:.+}", answer)
@@ -146,6 +186,12 @@ async def test_replicas_that_are_found_are_asked_with_the_key_of_their_section(c
     found = await discovery(key_file="/keys/a").find()
     found += await DnsDiscovery(DnsSection(name="localhost", port=9000, key_file="/keys/a")).find()
     assert {item.key_file for item in found} == {"/keys/a"}
+
+
+async def test_slices_and_endpoints_that_are_none_hide_no_others(cluster):
+    discovery, _ = cluster
+    found = await discovery(service="penstock-odd").find()
+    assert [item.url for item in found] == ["http://{}:8000", "http://10.0.0.1:8000", "http://[fd00::3]:8000"]
 
 
 async def test_a_port_may_be_a_number(cluster):

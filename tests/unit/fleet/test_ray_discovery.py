@@ -46,6 +46,14 @@ async def test_a_cluster_that_cannot_be_asked_is_said_and_not_asked_again_at_onc
             await discovery.find()
 
 
+async def test_an_entry_that_is_no_url_hides_no_others():
+    discovery = RayDiscovery(RaySection(address="odd", application="fleet"), module=FAKE)
+    try:
+        assert [entry.url for entry in await discovery.find()] == ["None", "http://fleet-0:80"]
+    finally:
+        await discovery.close()
+
+
 async def test_without_ray_the_section_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"penstock\[ray\]"):
