@@ -33,6 +33,7 @@
     │   └── NotReady             this server should not be sent work now
     ├── StoreUnavailable     the database of keys, limits and usage does not work
     ├── EngineFailed         the engine failed while it worked on this request
+    ├── AnswerTooLarge       a replica's answer is more than a gateway reads
     └── RemoteError          a server that we are a client of cannot be reached or refused
 
 `code` is stable and part of the API; texts are not. HTTP statuses belong to `protocol.errors`.
@@ -267,6 +268,16 @@ class StoreUnavailable(PenstockError):
 
 class EngineFailed(PenstockError):
     code = "engine_failed"
+
+
+class AnswerTooLarge(PenstockError):
+    code = "answer_too_large"
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(
+            f"a replica's answer is larger than the {max_bytes} bytes that are read to know what it cost; "
+            "ask for less at once, or for a stream"
+        )
 
 
 class RemoteError(PenstockError):

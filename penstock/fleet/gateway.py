@@ -79,8 +79,10 @@ class Gateway:
         self.pool = ReplicaPool(config.health, default_key_file=config.key_file)
         ring = ring if ring is not None else KeyRing(())
         introductions = Introductions(ring, store)
+        limits = limits if limits is not None else ConnectionLimits()
+        limits = dataclasses.replace(limits, max_connections=min(limits.max_connections, raise_file_limit(limits)))
         self._session = new_session(config.health)
-        self._client = ReplicaClient(config.health)
+        self._client = ReplicaClient(config.health, limits)
         split = VersionSplit(config.rollouts)
         dispatcher = Dispatcher(config, self.pool, split)
         self.autoscalers = [
@@ -92,8 +94,6 @@ class Gateway:
         self.rollouts = Rollouts(split, self.pool, self._session, book, metrics.count_shadow)
         self.registration = Registration(self.pool, config.discovery.lease_seconds)
         self.monitor = HealthMonitor(self.pool, self._session, dispatcher.call_waiting, introductions)
-        limits = limits if limits is not None else ConnectionLimits()
-        limits = dataclasses.replace(limits, max_connections=min(limits.max_connections, raise_file_limit(limits)))
         self.context = GatewayContext(
             config=config,
             pool=self.pool,

@@ -47,6 +47,7 @@ CATALOGUE: Mapping[str, ErrorKind] = MappingProxyType(
         "rate_limit_exceeded": ErrorKind(429, "rate_limit_error"),
         "internal_error": ErrorKind(500, "server_error"),
         "engine_failed": ErrorKind(500, "server_error"),
+        "answer_too_large": ErrorKind(502, "server_error"),
         "engine_unavailable": ErrorKind(503, "server_error"),
         "not_ready": ErrorKind(503, "server_error"),
         "store_unavailable": ErrorKind(503, "server_error"),

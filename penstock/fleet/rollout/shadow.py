@@ -20,8 +20,8 @@ import msgspec
 from penstock.fleet.replica import Replica, ReplicaPool
 from penstock.fleet.rollout.course import Rollout
 from penstock.fleet.rollout.evidence import Loss
-from penstock.fleet.rollout.trial import Trial
-from penstock.fleet.router.upstream import UPSTREAM_ERRORS, own_headers, target
+from penstock.fleet.rollout.trial import MAX_KEPT_BYTES, Trial
+from penstock.fleet.router.upstream import UPSTREAM_ERRORS, own_headers, read_beginning, target
 from penstock.protocol.frames import FRAMES_HEADER, BrokenFrames, FrameReader
 from penstock.telemetry import log_event
 from penstock.tenants import SHADOW_HEADER
@@ -183,7 +183,7 @@ class Shadows:
             if response.status != 200:
                 trial.fail()
             elif response.content_type != "text/event-stream":
-                trial.take_whole(await response.read())
+                trial.take_whole(await read_beginning(response, MAX_KEPT_BYTES))
             elif response.headers.get(FRAMES_HEADER) is not None:
                 await _read_frames(response, trial)
             else:

@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.fleet.rollout.scores import Score, read_scores
 
-_MAX_BYTES = 256 * 1024  # of an answer that is kept to be compared
+MAX_KEPT_BYTES = 256 * 1024  # of an answer that is kept to be compared
 _CHARACTERS_PER_TOKEN = 4  # where only texts can be compared
 _LEAST_TOKENS = 4  # of an answer whose time per token counts
 # The last frame of a stream does not tell its tokens, and may hold several.
@@ -68,12 +68,12 @@ class Trial:
         if self.first_at is None:
             self.first_at = time.monotonic()
         self.num_events += data.count(b"data: {")
-        if self.keeps_text and len(self.data) < _MAX_BYTES:
+        if self.keeps_text and len(self.data) < MAX_KEPT_BYTES:
             self.data += data
 
     def keep(self, events: bytes) -> None:
         """Take a piece of a stream that tells its tokens: only for their scores."""
-        if self.has_scores and len(self.data) < _MAX_BYTES:
+        if self.has_scores and len(self.data) < MAX_KEPT_BYTES:
             self.data += events
 
     def end(self, choices: list[list[int]] | None = None, first_at: float | None = None) -> None:
@@ -87,7 +87,7 @@ class Trial:
         """Take an answer that came at once."""
         self.ended_at = time.monotonic()
         self.is_whole = True
-        self.data += body[:_MAX_BYTES]
+        self.data += body[:MAX_KEPT_BYTES]
 
     @property
     def is_measured(self) -> bool:
@@ -152,7 +152,7 @@ def compare_outputs(stable: Trial, candidate: Trial) -> tuple[int, bool] | None:
     same, shorter, longer = _common(*texts)
     if longer == 0:
         return None
-    is_cut = min(len(stable.data), len(candidate.data)) >= _MAX_BYTES
+    is_cut = min(len(stable.data), len(candidate.data)) >= MAX_KEPT_BYTES
     differs = same < shorter or (longer > shorter and not is_cut)
     return max(1, same // _CHARACTERS_PER_TOKEN + int(differs)), differs
 

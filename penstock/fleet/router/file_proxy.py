@@ -81,7 +81,8 @@ class FileProxy:
     async def _pass_on(
         self, request: web.Request, request_id: str, upstream: aiohttp.ClientResponse
     ) -> web.StreamResponse:
-        headers = {**response_headers(upstream.headers), "x-request-id": request_id}
+        headers = response_headers(upstream.headers)
+        headers["x-request-id"] = request_id
         if upstream.content_length is not None:
             headers["content-length"] = str(upstream.content_length)
         response = web.StreamResponse(status=upstream.status, headers=headers)
@@ -104,7 +105,8 @@ def _may_try_elsewhere(request: web.Request, status: int) -> bool:
 
 async def _refusal(request_id: str, upstream: aiohttp.ClientResponse) -> tuple[web.Response, str]:
     body = await read_error(upstream.content.read)
-    headers = {**response_headers(upstream.headers), "x-request-id": request_id}
+    headers = response_headers(upstream.headers)
+    headers["x-request-id"] = request_id
     return web.Response(status=upstream.status, body=body, headers=headers), error_code(body)
 
 

@@ -106,7 +106,8 @@ class UsageReader:
     def feed(self, data: bytes) -> bytes:
         """Take bytes in and return those that the caller may have now; [DONE] waits for `last_bytes`."""
         if self._end:
-            self._end += data
+            if len(self._end) <= _MAX_HELD_BYTES:  # nobody waits for what comes behind the end
+                self._end += data
             return b""
         if not self._rest and data.endswith(b"\n\n") and _DONE not in data and not _USAGE.search(data):
             self._num_texts += len(_TEXT.findall(data))

@@ -16,11 +16,19 @@ from penstock.fleet.adapters.registry import ADAPTERS
 from penstock.fleet.config import ReplicaEntry
 from penstock.fleet.introduction import Introductions
 from penstock.fleet.replica import Replica, ReplicaPool
-from penstock.fleet.router.upstream import UPSTREAM_ERRORS, error_code, note_failure, own_headers, target
+from penstock.fleet.router.upstream import (
+    UPSTREAM_ERRORS,
+    error_code,
+    note_failure,
+    own_headers,
+    read_beginning,
+    target,
+)
 from penstock.fleet.supervision import attempt
 from penstock.protocol.identity import IDENTITY_HEADER, Identity, decode_identity
 
 _MODELS_EVERY = 10  # probes
+_MAX_BYTES = 8 * 1024 * 1024  # of what a replica tells of itself
 _REFUSED_US = (401, 403)
 
 
@@ -169,7 +177,10 @@ class HealthMonitor:
     async def _get(self, url: URL, headers: dict[str, str] | None = None) -> _Answer:
         async with self._session.get(url, headers=headers, timeout=self._timeout, allow_redirects=False) as response:
             identity = decode_identity(response.headers.get(IDENTITY_HEADER, ""))
-            return _Answer(response.status, await response.read(), identity)
+            body = await read_beginning(response, _MAX_BYTES + 1)
+            if len(body) > _MAX_BYTES:
+                raise aiohttp.ClientPayloadError
+            return _Answer(response.status, body, identity)
 
 
 def _key_advice(replica: Replica, path: str, status: int) -> str:

@@ -11,21 +11,22 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from aiohttp import web
+from multidict import CIMultiDict
 
-from penstock.errors import EngineFailed, EngineUnavailable, LimitReached, Overloaded, PenstockError
+from penstock.errors import AnswerTooLarge, EngineFailed, EngineUnavailable, LimitReached, Overloaded, PenstockError
 from penstock.fleet.event_log import EventLog
 from penstock.fleet.replica import Replica
 from penstock.fleet.rollout.shadow import ShadowCopy
-from penstock.fleet.rollout.trial import Trial
 from penstock.fleet.rollout.trials import Trials
 from penstock.fleet.router.account import Account
-from penstock.fleet.router.decisions import ROUTE_HEADER, Decision
+from penstock.fleet.router.decisions import Decision
 from penstock.fleet.router.dispatch import Dispatcher, Placement, Wish
 from penstock.fleet.router.downstream import Downstream, begin_stream
-from penstock.fleet.router.foreign_usage import UsageReader, asking_for_usage, read_whole
+from penstock.fleet.router.exchange import Exchange
+from penstock.fleet.router.foreign_usage import UsageReader, read_whole
 from penstock.fleet.router.framed_stream import FramedStream
 from penstock.fleet.router.metrics import GatewayMetrics
 from penstock.fleet.router.query import RouteQuery
@@ -51,35 +52,12 @@ from penstock.tenants import Voucher
 
 # Replicas that may fail a request in a row before it is given up: one that kills replicas must not kill them all.
 MAX_ATTEMPTS = 3
+# Of an answer that is no stream. What is held can be had from another replica where this one breaks off; what is larger
+# is passed on as it comes, unless its cost must be read.
+_HELD_BYTES = 1024 * 1024
+_READ_BYTES = 32 * 1024 * 1024
 
 log = logging.getLogger("penstock.gateway")
-
-
-@dataclass(slots=True)
-class _Exchange:
-    """One request while it is on its way."""
-
-    request: web.Request
-    body: bytes
-    query: RouteQuery
-    streams: bool
-    record: RequestRecord
-    decision: Decision
-    urgency: Urgency
-    has_keys: bool
-    account: Account
-    hides_usage: bool  # a stream's caller did not ask what it cost
-    seed: int  # for a stream that may move to another replica: there it must draw the same
-    is_counted_here: bool = False  # by the gateway, and not by the replica that has it
-    avoid: set[str] = field(default_factory=set)
-    num_failures: int = 0  # in a row
-    refusal: ErrorReply | None = None  # of the replica that failed it last
-    trial: Trial | None = None  # of the replica that has it, where versions are compared
-
-    def note_progress(self) -> None:
-        """The caller got something: whatever failed before that is forgotten."""
-        self.num_failures = 0
-        self.avoid.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +73,7 @@ class _Break:
 class _Passage:
     """A stream on its way from the replica that began it to the caller."""
 
-    exchange: _Exchange
+    exchange: Exchange
     placement: Placement
     upstream: Answer
     downstream: Downstream
@@ -135,7 +113,7 @@ class Proxy:
     ) -> web.StreamResponse:
         """Answer a request with what a replica answers. Raises PenstockError where none does, and ClientGone."""
         seed = random.getrandbits(56)
-        exchange = _Exchange(
+        exchange = Exchange(
             request, body, query, streams, record, decision, urgency, has_keys, account, hides_usage, seed
         )
         try:
@@ -145,7 +123,7 @@ class Proxy:
         finally:
             account.close(record)
 
-    async def _answer(self, exchange: _Exchange) -> web.StreamResponse:
+    async def _answer(self, exchange: Exchange) -> web.StreamResponse:
         while True:
             try:
                 placement = await self._place(exchange)
@@ -157,7 +135,7 @@ class Proxy:
                 exchange.decision.refuse(str(error), time.monotonic() - exchange.record.arrival)
                 # The replica's own refusal says more, but perhaps not when to try again.
                 exchange.refusal = _with_retry_after(exchange.refusal, reply_for(error))
-                return _error_response(exchange)
+                return exchange.error_response()
             exchange.trial = self._trials.begin(exchange.query, placement.replica)
             try:
                 response = await self._attempt(exchange, placement)
@@ -169,10 +147,10 @@ class Proxy:
             if exchange.num_failures >= MAX_ATTEMPTS:
                 assert exchange.refusal is not None
                 exchange.account.fail(exchange.record, exchange.refusal.status)
-                return _error_response(exchange)
+                return exchange.error_response()
             self._metrics.retries.inc()
 
-    async def _place(self, exchange: _Exchange) -> Placement:
+    async def _place(self, exchange: Exchange) -> Placement:
         wish = Wish(exchange.query, exchange.urgency, exchange.avoid)
         placement = await self._dispatcher.acquire(wish)
         exchange.decision.attempts += 1
@@ -180,7 +158,7 @@ class Proxy:
         exchange.decision.take(placement)
         return placement
 
-    async def _attempt(self, exchange: _Exchange, placement: Placement) -> web.StreamResponse | None:
+    async def _attempt(self, exchange: Exchange, placement: Placement) -> web.StreamResponse | None:
         """Send the request to one replica; None where another should be tried."""
         replica = placement.replica
         exchange.is_counted_here = replica.is_counted_here
@@ -189,15 +167,15 @@ class Proxy:
         else:
             exchange.account.leave_to_replica()
         try:
-            body = _body_of(exchange)
+            body = exchange.replica_body()
             if replica.adapter.counts_usage:  # a server of ours: it knows of deadlines
                 body = with_time_left(body, exchange.urgency, time.monotonic(), has_begun=False)
             async with await self._open(exchange, placement, body) as upstream:
                 if upstream.status in RETRIED_STATUSES or upstream.status == 429:
                     if await self._is_final(exchange, placement, upstream):
-                        return _error_response(exchange)
+                        return exchange.error_response()
                     return None
-                if upstream.is_encoded and upstream.status < 400 and _is_booked_here(exchange):
+                if upstream.is_encoded and upstream.status < 400 and exchange.is_booked_here:
                     replica.breaker.on_failure("it compresses answers, though it is asked not to")
                     unread = EngineFailed("a replica compressed its answer, so that nobody could read what it cost")
                     self._note_failure(exchange, placement, reply_for(unread))
@@ -205,35 +183,83 @@ class Proxy:
                 self._note_first_byte(exchange, placement, upstream)
                 if upstream.media_type == "text/event-stream":
                     return await self._pass_events(exchange, placement, upstream)
-                whole = await upstream.read()
-                replica.breaker.on_success()
-                if exchange.trial is not None and upstream.status == 200:
-                    exchange.trial.take_whole(whole)
-                if upstream.status in (401, 403):
-                    self._note_closed(exchange, replica, upstream.status)
-                if exchange.is_counted_here:
-                    await self._settle_whole(exchange, upstream.status, whole)
-                headers = self._headers(exchange, upstream)
-                return web.Response(status=upstream.status, body=whole, headers=headers)
+                return await self._pass_plain(exchange, placement, upstream)
         except UPSTREAM_ERRORS as error:
             note_failure(replica, error)
             self._note_failure(exchange, placement, reply_for(EngineFailed("a replica failed before it answered")))
             return None
 
-    async def _settle_whole(self, exchange: _Exchange, status: int, body: bytes) -> None:
+    async def _pass_plain(self, exchange: Exchange, placement: Placement, upstream: Answer) -> web.StreamResponse:
+        """Answer with what is no stream. Raises what the replica fails with before the caller has any of it."""
+        must_read = exchange.is_booked_here and upstream.status < 400
+        most_bytes = _READ_BYTES if must_read else _HELD_BYTES
+        is_larger = (upstream.num_declared_bytes or 0) > most_bytes
+        begun = b"" if is_larger else await upstream.read(most_bytes)
+        if upstream.status in (401, 403):
+            self._note_closed(exchange, placement.replica, upstream.status)
+        if not upstream.is_read:
+            return await (self._refuse_large if must_read else self._pass_large)(exchange, placement, upstream, begun)
+        placement.replica.breaker.on_success()
+        if exchange.trial is not None and upstream.status == 200:
+            exchange.trial.take_whole(begun)
+        if exchange.is_counted_here:
+            await self._settle_whole(exchange, upstream.status, begun)
+        return web.Response(status=upstream.status, body=begun, headers=exchange.answer_headers(upstream))
+
+    async def _refuse_large(
+        self, exchange: Exchange, placement: Placement, upstream: Answer, begun: bytes
+    ) -> web.StreamResponse:
+        """Answer in the place of a replica whose answer nobody can book; any other would answer the same."""
+        self._log.write(
+            "an answer is larger than what is read to know its cost", level=logging.ERROR,
+            replica=placement.replica.name, request_id=exchange.record.request_id, max_bytes=_READ_BYTES,
+        )  # fmt: skip
+        if exchange.trial is not None:
+            exchange.trial.fail()
+        exchange.refusal = reply_for(AnswerTooLarge(_READ_BYTES))
+        exchange.account.fail(exchange.record, exchange.refusal.status)
+        return exchange.error_response()
+
+    async def _pass_large(
+        self, exchange: Exchange, placement: Placement, upstream: Answer, begun: bytes
+    ) -> web.StreamResponse:
+        """Pass an answer on as it comes, behind what was held of it."""
+        response = web.StreamResponse(status=upstream.status, headers=exchange.answer_headers(upstream))
+        response.content_length = upstream.num_declared_bytes
+        downstream = await begin_stream(exchange.request, response)
+        try:
+            data = begun or await upstream.read_plain()
+            while data:
+                await downstream.write(data)
+                data = await upstream.read_plain()
+        except UPSTREAM_ERRORS as error:
+            if not downstream.was_slow:
+                note_failure(placement.replica, error)
+                if exchange.trial is not None:
+                    exchange.trial.fail()
+            downstream.cut()  # the caller must not take a part for the whole
+            return response
+        placement.replica.breaker.on_success()
+        if exchange.trial is not None and upstream.status == 200:
+            exchange.trial.was_hindered = downstream.was_slow
+            exchange.trial.take_whole(begun)
+        await downstream.end()
+        return response
+
+    async def _settle_whole(self, exchange: Exchange, status: int, body: bytes) -> None:
         if status >= 400:
             exchange.account.fail(exchange.record, status)
             return
         read_whole(body, exchange.record)
         await self._settle(exchange)
 
-    async def _settle(self, exchange: _Exchange) -> None:
+    async def _settle(self, exchange: Exchange) -> None:
         """Write what an answer that is counted here cost before its last byte leaves."""
         if exchange.account.is_kept and exchange.record.usage_source:
             self._metrics.estimated_usage.inc()
         await exchange.account.settle(exchange.record)
 
-    async def _open(self, exchange: _Exchange, placement: Placement, body: bytes, lease: str | None = None) -> Answer:
+    async def _open(self, exchange: Exchange, placement: Placement, body: bytes, lease: str | None = None) -> Answer:
         """Send a request; `lease` is what the replica that had it before holds for it."""
         replica = placement.replica
         headers = request_headers(
@@ -248,7 +274,7 @@ class Proxy:
                 headers[VOUCHER_HEADER] = sign_voucher(voucher, self._fleet_secret, headers.get("authorization"))
         return await self._client.post(replica.url, exchange.request.rel_url.raw_path, headers, body)
 
-    async def _is_final(self, exchange: _Exchange, placement: Placement, upstream: Answer) -> bool:
+    async def _is_final(self, exchange: Exchange, placement: Placement, upstream: Answer) -> bool:
         """Take a refusal in; return whether it is the caller's own limit, which holds everywhere."""
         body = await read_error(upstream.read)
         code = error_code(body)
@@ -269,11 +295,11 @@ class Proxy:
 
     # ------------------------------------------------------------ streams
 
-    async def _pass_events(self, exchange: _Exchange, placement: Placement, upstream: Answer) -> web.StreamResponse:
-        response = web.StreamResponse(status=upstream.status, headers=self._headers(exchange, upstream))
+    async def _pass_events(self, exchange: Exchange, placement: Placement, upstream: Answer) -> web.StreamResponse:
+        response = web.StreamResponse(status=upstream.status, headers=exchange.answer_headers(upstream))
         downstream = await begin_stream(exchange.request, response)
         carry = self._carry_frames if upstream.headers.get(FRAMES_HEADER) is not None else self._carry
-        if _is_booked_here(exchange):
+        if exchange.is_booked_here:
             reader = UsageReader(exchange.record, hides_usage=exchange.hides_usage)
             try:
                 is_whole = await carry(_Passage(exchange, placement, upstream, downstream, reader.feed))
@@ -351,7 +377,7 @@ class Proxy:
             await self._end_with_error(exchange, placement.replica, stream.why, passage.downstream, failure_events)
         return reader.finished
 
-    async def _place_again(self, exchange: _Exchange) -> Placement | None:
+    async def _place_again(self, exchange: Exchange) -> Placement | None:
         urgency = dataclasses.replace(exchange.urgency, first_token_by=None)  # the caller has had it
         wish = Wish(exchange.query, urgency, exchange.avoid, must_frame=True, counted_here=exchange.is_counted_here)
         try:
@@ -359,12 +385,12 @@ class Proxy:
         except PenstockError:
             return None
 
-    async def _go_on(self, exchange: _Exchange, placement: Placement, stream: FramedStream, cause: _Break) -> bool:
+    async def _go_on(self, exchange: Exchange, placement: Placement, stream: FramedStream, cause: _Break) -> bool:
         """Have a replica go on with a stream behind what the caller has seen; return whether it did."""
         has_moved = False
         has_begun = bool(stream.first_events)
         body = with_time_left(
-            stream.continuation(_body_of(exchange)),
+            stream.continuation(exchange.replica_body()),
             exchange.urgency,
             time.monotonic(),
             has_begun=has_begun,
@@ -390,7 +416,7 @@ class Proxy:
             stream.why = note_failure(placement.replica, error)
         return has_moved
 
-    def _note_moved(self, exchange: _Exchange, placement: Placement, stream: FramedStream, cause: _Break) -> None:
+    def _note_moved(self, exchange: Exchange, placement: Placement, stream: FramedStream, cause: _Break) -> None:
         """Say that a stream goes on: the replica has answered."""
         self._metrics.resumptions.labels("continued").inc()
         exchange.decision.resumptions += 1
@@ -404,7 +430,7 @@ class Proxy:
         )  # fmt: skip
 
     async def _end_with_error(
-        self, exchange: _Exchange, failed: Replica, why: str, downstream: Downstream, events: bytes = b""
+        self, exchange: Exchange, failed: Replica, why: str, downstream: Downstream, events: bytes = b""
     ) -> None:
         self._metrics.resumptions.labels("lost").inc()
         self._log.write(
@@ -418,7 +444,7 @@ class Proxy:
 
     # ------------------------------------------------------------ notes
 
-    def _end_trial(self, exchange: _Exchange) -> None:
+    def _end_trial(self, exchange: Exchange) -> None:
         trial, exchange.trial = exchange.trial, None
         if trial is not None:
             path, seconds = exchange.request.rel_url.raw_path, trial.seconds
@@ -426,14 +452,8 @@ class Proxy:
             # Not now: the caller's answer goes first.
             asyncio.get_running_loop().call_soon(self._trials.end, exchange.query, trial, copy)
 
-    def _headers(self, exchange: _Exchange, upstream: Answer) -> dict[str, str]:
-        headers = response_headers(upstream.headers) | exchange.account.headers
-        headers["x-request-id"] = exchange.record.request_id
-        headers[ROUTE_HEADER] = exchange.decision.header()
-        return headers
-
     @staticmethod
-    def _note_first_byte(exchange: _Exchange, placement: Placement, upstream: Answer) -> None:
+    def _note_first_byte(exchange: Exchange, placement: Placement, upstream: Answer) -> None:
         decision = exchange.decision
         exchange.record.ttft_seconds = decision.ttft_seconds = time.monotonic() - exchange.record.arrival
         note = Proxy._note_prompt(exchange, placement, upstream)
@@ -442,7 +462,7 @@ class Proxy:
             placement.note_first_byte(note, is_first_token=exchange.streams)
 
     @staticmethod
-    def _note_prompt(exchange: _Exchange, placement: Placement, upstream: Answer) -> PromptNote | None:
+    def _note_prompt(exchange: Exchange, placement: Placement, upstream: Answer) -> PromptNote | None:
         """Take what the replica that answers tells of the caller's prompt: the last to answer has the word."""
         placement.is_answered = True
         note = decode_note(upstream.headers.get(PROMPT_HEADER, ""))
@@ -451,7 +471,7 @@ class Proxy:
         return note
 
     @staticmethod
-    def _note_closed(exchange: _Exchange, replica: Replica, status: int) -> None:
+    def _note_closed(exchange: Exchange, replica: Replica, status: int) -> None:
         """Say that a replica does not take a request which this gateway let in."""
         if not replica.adapter.counts_usage:
             message = f"a replica answers {status} to the gateway's own key: give key_file a key that it takes"
@@ -461,7 +481,7 @@ class Proxy:
             return  # the caller's own key, of which only the replica knows
         replica.log.write(message, level=logging.WARNING, replica=replica.name, tenant=exchange.record.tenant)
 
-    def _note_failure(self, exchange: _Exchange, placement: Placement, reply: ErrorReply) -> None:
+    def _note_failure(self, exchange: Exchange, placement: Placement, reply: ErrorReply) -> None:
         if exchange.trial is not None:
             exchange.trial.fail()
         exchange.num_failures += 1
@@ -469,28 +489,9 @@ class Proxy:
         exchange.avoid.add(placement.replica.url)
 
 
-def _is_booked_here(exchange: _Exchange) -> bool:
-    return exchange.account.is_kept and exchange.is_counted_here
-
-
-def _body_of(exchange: _Exchange) -> bytes:
-    """Return the body for the replica: where we must count, with the wish to know its cost."""
-    path = exchange.request.rel_url.raw_path
-    if _is_booked_here(exchange) and exchange.streams and exchange.hides_usage and path.endswith("/completions"):
-        return asking_for_usage(exchange.body)
-    return exchange.body
-
-
 def _with_retry_after(refusal: ErrorReply, own: ErrorReply) -> ErrorReply:
     if any(name.lower().startswith("retry-after") for name in refusal.headers):
         return refusal
-    return dataclasses.replace(refusal, headers={**refusal.headers, **own.headers})
-
-
-def _error_response(exchange: _Exchange) -> web.Response:
-    reply = exchange.refusal
-    assert reply is not None
-    exchange.record.error_code = reply.code
-    headers = {"content-type": "application/json", **reply.headers, ROUTE_HEADER: exchange.decision.header()}
-    headers["x-request-id"] = exchange.record.request_id
-    return web.Response(status=reply.status, body=reply.body, headers=headers)
+    headers = CIMultiDict(refusal.headers)
+    headers.update(own.headers)
+    return dataclasses.replace(refusal, headers=headers)

@@ -14,7 +14,9 @@ from typing import Self, cast
 from urllib.parse import urlsplit
 
 import httptools
+from multidict import MultiDict
 
+from penstock.connection_limits import ConnectionLimits
 from penstock.fleet.config import HealthSection
 
 _MAX_HEAD_BYTES = 64 * 1024
@@ -37,15 +39,20 @@ class ReplicaUnreachable(ConnectionError):
 class Answer:
     """What a replica answers. Who leaves it before its end cuts the connection: the replica need not go on with it."""
 
-    __slots__ = ("_connection", "_failure", "_is_whole", "_unread", "_waiter", "headers", "num_unread_bytes", "status")
+    __slots__ = (
+        "_bytes_per_second", "_connection", "_failure", "_has_ended", "_seconds_left", "_unread", "_waiter",
+        "headers", "num_unread_bytes", "status",
+    )  # fmt: skip
 
-    def __init__(self, connection: "_Connection") -> None:
+    def __init__(self, connection: "_Connection", limits: ConnectionLimits) -> None:
         self.status = 0  # until its head has come
-        self.headers: dict[str, str] = {}  # by names in lower case
+        self.headers: MultiDict[str] = MultiDict()  # by names in lower case, as often as they came
         self.num_unread_bytes = 0
+        self._seconds_left = limits.body_seconds  # to wait for a body that is no stream
+        self._bytes_per_second = limits.body_bytes_per_second
         self._unread: list[bytes] = []
         self._connection: _Connection | None = connection  # None: nothing more will come
-        self._is_whole = False
+        self._has_ended = False  # as it should
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -60,8 +67,25 @@ class Answer:
 
     @property
     def ends_with_connection(self) -> bool:
-        """Whether nothing but the connection's end tells that it is whole."""
-        return bool(self.status) and not ("content-length" in self.headers or "transfer-encoding" in self.headers)
+        """Whether nothing but the connection's end tells that it is whole (RFC 9112, 6.3)."""
+        return bool(self.status) and not ("content-length" in self.headers or "chunked" in self.transfer_codings)
+
+    @property
+    def transfer_codings(self) -> list[str]:
+        """What was done to the body for its way, `identity` left out: nothing was."""
+        lines = ",".join(self.headers.getall("transfer-encoding", ()))
+        return [coding for item in lines.split(",") if (coding := item.strip().lower()) not in ("", "identity")]
+
+    @property
+    def num_declared_bytes(self) -> int | None:
+        """How large its body is, where it says so."""
+        declared = self.headers.get("content-length")
+        return int(declared) if declared is not None else None  # a number, or the parser had refused it
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all of it came and was read."""
+        return self._has_ended and not self._unread
 
     async def __aenter__(self) -> Self:
         return self
@@ -79,7 +103,7 @@ class Answer:
     async def read_any(self) -> bytes:
         """Return what has come, as soon as there is anything; nothing at the end. Raises ReplicaLost, TimeoutError."""
         while not self._unread:
-            if self._is_whole:
+            if self._has_ended:
                 return b""
             await self._wait()
         data = self._unread[0] if len(self._unread) == 1 else b"".join(self._unread)
@@ -89,13 +113,28 @@ class Answer:
             self._connection.resume()
         return data
 
-    async def read(self, most_bytes: int | None = None) -> bytes:
-        """Return all of it, or its beginning. Raises ReplicaLost, TimeoutError."""
+    async def read_plain(self) -> bytes:
+        """As `read_any`, for what is no stream: the wait for all of it is bounded, by more for what has come.
+
+        How long whoever reads it takes in between does not count.
+        """
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        async with asyncio.timeout(self._seconds_left):
+            data = await self.read_any()
+        self._seconds_left += len(data) / self._bytes_per_second - (clock() - began)
+        return data
+
+    async def read(self, most_bytes: int) -> bytes:
+        """Return what is no stream: all of it (`is_read`), or little more than so much of its beginning.
+
+        Raises ReplicaLost, TimeoutError.
+        """
         pieces, size = [], 0
-        while (most_bytes is None or size < most_bytes) and (data := await self.read_any()):
+        while size <= most_bytes and (data := await self.read_plain()):
             pieces.append(data)
             size += len(data)
-        return b"".join(pieces)[:most_bytes]
+        return b"".join(pieces)
 
     def close(self) -> None:
         connection, self._connection = self._connection, None
@@ -119,7 +158,7 @@ class Answer:
     def end(self, failure: Exception | None = None) -> None:
         """Nothing more comes: it is whole, or it broke off."""
         self._connection = None
-        self._failure, self._is_whole = failure, failure is None
+        self._failure, self._has_ended = failure, failure is None
         self.wake()
 
     def wake(self) -> None:
@@ -140,6 +179,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, client: "ReplicaClient", url: str, silence_seconds: float, idle_seconds: float) -> None:
         self.url = url
         self._client = client
+        self._limits = client.limits
         self._silence_seconds = silence_seconds
         self._idle_seconds = idle_seconds
         self._loop = asyncio.get_running_loop()
@@ -149,6 +189,8 @@ class _Connection(asyncio.Protocol):
         self._is_paused = False
         self._num_head_bytes = 0  # of the answer, as long as its head is not whole
         self._is_answering = False  # something came since the request was sent
+        self._is_in_head = False
+        self._head_clock: asyncio.TimerHandle | None = None
         self._heard_at = self._loop.time()
 
     # ------------------------------------------------------------ for the client
@@ -161,7 +203,7 @@ class _Connection(asyncio.Protocol):
     def send(self, head: bytes, body: bytes) -> Answer:
         if self._transport.is_closing():
             raise _GivenUp("the connection was closed before anything was sent")
-        answer = self._answer = Answer(self)
+        answer = self._answer = Answer(self, self._limits)
         self._num_head_bytes = 0
         self._is_answering = False
         self._heard_at = self._loop.time()
@@ -186,6 +228,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
+        self._forget_head_clock()
         self._client.forget(self)
         answer, self._answer = self._answer, None
         if answer is not None:
@@ -208,6 +251,9 @@ class _Connection(asyncio.Protocol):
             self._num_head_bytes += len(data)
             if self._num_head_bytes > _MAX_HEAD_BYTES:
                 self._fail(ReplicaLost("the head of an answer is too large"))
+            elif self._is_in_head and self._head_clock is None:  # nearly always it comes whole, and needs no clock
+                late = TimeoutError("the head of an answer did not come in time")
+                self._head_clock = self._loop.call_later(self._limits.head_seconds, self._fail, late)
         elif answer.num_unread_bytes > _MAX_UNREAD_BYTES and not self._is_paused:
             if answer.is_left:
                 self.cut()
@@ -220,22 +266,27 @@ class _Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         if self._answer is None:
             raise ReplicaLost("nothing was asked")
+        self._is_in_head = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
         answer = self._answer
         if answer is not None and not answer.status:  # else it comes behind a body, and nobody waits for it
-            answer.headers[name.decode("ascii", "replace").lower()] = value.decode("utf-8", "surrogateescape")
+            answer.headers.add(name.decode("ascii", "replace").lower(), value.decode("utf-8", "surrogateescape"))
 
     def on_headers_complete(self) -> None:
         status, answer = self._parser.get_status_code(), self._answer
         self._is_interim = 100 <= status < 200
+        self._is_in_head = False
+        self._forget_head_clock()
         if answer is None:
             return
         if self._is_interim:
             answer.headers.clear()
-        else:
-            answer.status = status
-            answer.wake()
+            return
+        if "transfer-encoding" in answer.headers and answer.transfer_codings not in ([], ["chunked"]):
+            raise ReplicaLost("the body has a transfer coding that nobody asked for")
+        answer.status = status
+        answer.wake()
 
     def on_body(self, data: bytes) -> None:
         if self._answer is not None:
@@ -273,6 +324,11 @@ class _Connection(asyncio.Protocol):
         else:
             self._fail(TimeoutError("nothing came from the replica for too long"))
 
+    def _forget_head_clock(self) -> None:
+        if self._head_clock is not None:
+            self._head_clock.cancel()
+            self._head_clock = None
+
     def _fail(self, failure: Exception) -> None:
         answer, self._answer = self._answer, None
         if answer is not None:
@@ -283,8 +339,11 @@ class _Connection(asyncio.Protocol):
 class ReplicaClient:
     """All connections of a gateway to its replicas on which requests are sent."""
 
-    def __init__(self, health: HealthSection, *, idle_seconds: float = 30.0) -> None:
-        """`idle_seconds` is how long a connection is kept for the next request."""
+    def __init__(
+        self, health: HealthSection, limits: ConnectionLimits | None = None, *, idle_seconds: float = 30.0
+    ) -> None:
+        """`limits` tell how long heads and bodies may take, `idle_seconds` how long a connection is kept unused."""
+        self.limits = limits if limits is not None else ConnectionLimits()
         self._health = health
         self._idle_seconds = idle_seconds
         self._open: set[_Connection] = set()

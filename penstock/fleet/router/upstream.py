@@ -11,6 +11,7 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
+from multidict import CIMultiDict, MultiDict, MultiMapping
 from yarl import URL
 
 from penstock.errors import EngineUnavailable, Overloaded
@@ -32,6 +33,7 @@ _NOT_SENT = frozenset(
         "host",
         "connection",
         "keep-alive",
+        "proxy-connection",
         "proxy-authorization",
         "te",
         "trailer",
@@ -69,14 +71,17 @@ def new_session(health: HealthSection) -> aiohttp.ClientSession:
     )
 
 
-def request_headers(given: Mapping[str, str], replica: Replica, request_id: str, *, has_keys: bool) -> dict[str, str]:
-    """Return a caller's headers as they go to a replica. A foreign server never sees a key of ours."""
-    headers = {name: value for given_name, value in given.items() if (name := given_name.lower()) not in _NOT_SENT}
+def request_headers(given: MultiMapping[str], replica: Replica, request_id: str, *, has_keys: bool) -> MultiDict[str]:
+    """Return a caller's headers, by names in lower case, as they go to a replica.
+
+    A foreign server never sees a key of ours.
+    """
+    headers = MultiDict(_end_to_end(given, _NOT_SENT))
     headers["x-request-id"] = request_id
     if replica.adapter.kind != "penstock":
         if has_keys:
-            headers.pop("authorization", None)
-        headers |= own_headers(replica)
+            headers.popall("authorization", None)
+        headers.update(own_headers(replica))
     return headers
 
 
@@ -91,9 +96,16 @@ def own_headers(replica: Replica) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def response_headers(given: Mapping[str, str]) -> dict[str, str]:
+def response_headers(given: MultiMapping[str]) -> CIMultiDict[str]:
     """Return a replica's headers as they go back to the caller."""
-    return {name: value for name, value in given.items() if name.lower() not in _NOT_RETURNED}
+    return CIMultiDict(_end_to_end(given, _NOT_RETURNED))
+
+
+def _end_to_end(given: MultiMapping[str], left_out: frozenset[str]) -> list[tuple[str, str]]:
+    """Return headers, as often as they stand, but for some, and for those that are for this connection alone."""
+    if (connection := given.getall("connection", None)) is not None:
+        left_out |= {name.strip().lower() for line in connection for name in line.split(",")}
+    return [(name, value) for given_name, value in given.items() if (name := given_name.lower()) not in left_out]
 
 
 def target(replica: Replica, path: str) -> URL:
@@ -103,9 +115,17 @@ def target(replica: Replica, path: str) -> URL:
 async def read_error(read: Callable[[int], Awaitable[bytes]]) -> bytes:
     """Return an error's body, as much as anybody needs of it; `read` takes the most bytes that are wanted."""
     try:
-        return await read(_MAX_ERROR_BYTES)
+        return (await read(_MAX_ERROR_BYTES))[:_MAX_ERROR_BYTES]
     except UPSTREAM_ERRORS:
         return b""
+
+
+async def read_beginning(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+    """Return an answer's body, or so much of its beginning. Raises aiohttp.ClientError, TimeoutError."""
+    body = bytearray()
+    while len(body) < most_bytes and (data := await response.content.read(most_bytes - len(body))):
+        body += data
+    return bytes(body)
 
 
 def error_code(body: bytes) -> str:

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from penstock.connection_limits import ConnectionLimits
 from penstock.fleet.config import HealthSection
 from penstock.fleet.router.replica_client import Answer, ReplicaClient, ReplicaLost, ReplicaUnreachable
 
 HELLO = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
+ALL = 1 << 30  # bytes: more than any answer here
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -79,9 +81,11 @@ def saying(*pieces: bytes, then_close: bool = False) -> Script:
 
 
 @contextlib.asynccontextmanager
-async def client(silence_seconds: float = 5.0, idle_seconds: float = 5.0) -> AsyncIterator[ReplicaClient]:
+async def client(
+    silence_seconds: float = 5.0, idle_seconds: float = 5.0, limits: ConnectionLimits | None = None
+) -> AsyncIterator[ReplicaClient]:
     health = HealthSection(connect_seconds=2.0, silence_seconds=silence_seconds)
-    made = ReplicaClient(health, idle_seconds=idle_seconds)
+    made = ReplicaClient(health, limits, idle_seconds=idle_seconds)
     yield made
     made.close()
     await asyncio.sleep(0)
@@ -94,7 +98,7 @@ async def post(client: ReplicaClient, script: Script, body: bytes = b"{}") -> An
 async def test_a_request_arrives_as_it_was_given() -> None:
     async with saying(HELLO).running() as script, client() as made:
         answer = await made.post(script.url + "/base", "/v1/x", {"x-a": "b"}, b'{"a":1}')
-        assert (answer.status, answer.headers, await answer.read()) == (200, {"content-length": "5"}, b"hello")
+        assert (answer.status, answer.headers, await answer.read(ALL)) == (200, {"content-length": "5"}, b"hello")
         line, *headers = script.heads[0].strip().split("\r\n")
         assert line == "POST /base/v1/x HTTP/1.1" and script.bodies == [b'{"a":1}']
         assert sorted(headers) == [
@@ -106,7 +110,7 @@ async def test_a_connection_is_used_again() -> None:
     async with saying(HELLO).running() as script, client() as made:
         for _ in range(3):
             async with await post(made, script) as answer:
-                assert await answer.read() == b"hello"
+                assert await answer.read(ALL) == b"hello"
         assert script.num_connections == 1
 
 
@@ -121,16 +125,16 @@ async def test_a_connection_that_cannot_be_trusted_is_not_used_again(answered: b
     async with saying(answered).running() as script, client() as made:
         for _ in range(2):
             async with await post(made, script) as answer:
-                assert await answer.read() == b"hello"
+                assert await answer.read(ALL) == b"hello"
             await asyncio.sleep(0.01)
         assert script.num_connections == 2
 
 
 async def test_a_connection_that_nobody_uses_is_closed() -> None:
     async with saying(HELLO).running() as script, client(idle_seconds=0.05) as made:
-        assert await (await post(made, script)).read() == b"hello"
+        assert await (await post(made, script)).read(ALL) == b"hello"
         await script.left.wait()
-        assert await (await post(made, script)).read() == b"hello"
+        assert await (await post(made, script)).read(ALL) == b"hello"
         assert script.num_connections == 2
 
 
@@ -146,9 +150,9 @@ async def test_a_request_on_kept_connections_that_the_replica_has_given_up_is_se
 
     async with Script(play).running() as script, client() as made:
         answers = await asyncio.gather(*[post(made, script) for _ in range(3)])
-        assert [await answer.read() for answer in answers] == [b"hello"] * 3
+        assert [await answer.read(ALL) for answer in answers] == [b"hello"] * 3
         async with await post(made, script) as answer:
-            assert await answer.read() == b"hello"
+            assert await answer.read(ALL) == b"hello"
         assert script.num_connections == 4 and len(script.bodies) == 5
 
 
@@ -161,7 +165,7 @@ async def test_a_kept_connection_that_breaks_off_behind_the_first_byte_loses_the
             writer.close()
 
     async with Script(play).running() as script, client() as made:
-        assert await (await post(made, script)).read() == b"hello"
+        assert await (await post(made, script)).read(ALL) == b"hello"
         with pytest.raises(ReplicaLost):
             await post(made, script)
         assert script.num_connections == 1
@@ -187,7 +191,7 @@ async def test_a_connection_on_which_the_request_is_never_read_to_its_end_is_fre
     async with server, client(idle_seconds=0.02) as made:
         port = server.sockets[0].getsockname()[1]
         answer = await made.post(f"http://127.0.0.1:{port}", "/", {}, body)
-        assert await answer.read() == b"hello"
+        assert await answer.read(ALL) == b"hello"
         await asyncio.sleep(0.1)
         may_read.set()
         assert await rest < len(body)
@@ -196,21 +200,76 @@ async def test_a_connection_on_which_the_request_is_never_read_to_its_end_is_fre
 async def test_requests_at_the_same_time_have_connections_of_their_own() -> None:
     async with saying(HELLO).running() as script, client() as made:
         answers = await asyncio.gather(*[post(made, script) for _ in range(3)])
-        assert [await answer.read() for answer in answers] == [b"hello"] * 3
+        assert [await answer.read(ALL) for answer in answers] == [b"hello"] * 3
         assert script.num_connections == 3
 
 
 async def test_chunks_come_without_their_frames() -> None:
     async with saying(CHUNKED, b"5\r\nhel", b"lo\r\n1\r\n!\r\n", b"0\r\n\r\n").running() as script, client() as made:
         async with await post(made, script) as answer:
-            assert await answer.read() == b"hello!"
+            assert await answer.read(ALL) == b"hello!"
         async with await post(made, script) as answer:
-            assert await answer.read(most_bytes=3) == b"hel"
+            assert (await answer.read(most_bytes=3)).startswith(b"hel")
 
 
 async def test_an_answer_without_a_length_ends_with_its_connection() -> None:
     async with saying(b"HTTP/1.1 200 OK\r\n\r\nhel", b"lo", then_close=True).running() as script, client() as made:
-        assert await (await post(made, script)).read() == b"hello"
+        assert await (await post(made, script)).read(ALL) == b"hello"
+
+
+@pytest.mark.parametrize("codings", ["identity", "Identity", "identity, identity"])
+async def test_an_answer_that_was_not_coded_ends_with_its_connection(codings: str) -> None:
+    head = f"HTTP/1.1 200 OK\r\ntransfer-encoding: {codings}\r\n\r\nhel".encode()
+    async with saying(head, b"lo", then_close=True).running() as script, client() as made:
+        assert await (await post(made, script)).read(ALL) == b"hello"
+
+
+@pytest.mark.parametrize("codings", ["gzip", "gzip, chunked", "chunked, chunked"])
+async def test_a_transfer_coding_that_nobody_asked_for_loses_the_replica(codings: str) -> None:
+    head = f"HTTP/1.1 200 OK\r\ntransfer-encoding: {codings}\r\n\r\n".encode()
+    async with saying(head, then_close=True).running() as script, client() as made:
+        with pytest.raises(ReplicaLost):
+            await post(made, script)
+
+
+async def test_headers_are_kept_as_often_as_they_stand() -> None:
+    head = b"HTTP/1.1 200 OK\r\nSet-Cookie: a\r\nset-cookie: b\r\ncontent-length: 0\r\n\r\n"
+    async with saying(head).running() as script, client() as made:
+        assert (await post(made, script)).headers.getall("set-cookie") == ["a", "b"]
+
+
+async def _drip(writer: asyncio.StreamWriter) -> None:
+    while not writer.is_closing():
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0.02)
+
+
+async def test_a_head_that_drips_is_given_up() -> None:
+    async def play(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 103 Early Hints\r\n\r\n")  # it may take its time behind that
+        await asyncio.sleep(0.15)
+        writer.write(b"HTTP/1.1 200 OK\r\nx: ")
+        await _drip(writer)
+
+    limits = ConnectionLimits(head_seconds=0.1)
+    async with Script(play).running() as script, client(limits=limits) as made:
+        with pytest.raises(TimeoutError, match="head"):
+            await post(made, script)
+
+
+async def test_a_body_that_drips_is_given_up_unless_it_is_a_stream() -> None:
+    async def play(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n")
+        await _drip(writer)
+
+    limits = ConnectionLimits(body_seconds=0.1)
+    async with Script(play).running() as script, client(limits=limits) as made, await post(made, script) as answer:
+        for _ in range(10):
+            assert await answer.read_any()
+        await asyncio.sleep(0.15)  # who reads slowly takes nothing of its time
+        with pytest.raises(TimeoutError):
+            await answer.read(ALL)
 
 
 async def test_what_comes_before_the_answer_is_passed_over() -> None:
@@ -218,7 +277,7 @@ async def test_what_comes_before_the_answer_is_passed_over() -> None:
     async with saying(early, HELLO).running() as script, client() as made:
         answer = await post(made, script)
         assert answer.status == 200 and "link" not in answer.headers
-        assert await answer.read() == b"hello"
+        assert await answer.read(ALL) == b"hello"
 
 
 @pytest.mark.parametrize(
@@ -262,7 +321,7 @@ async def test_a_replica_that_is_not_there_is_unreachable() -> None:
 async def test_a_replica_that_falls_silent_is_given_up(begun: bytes) -> None:
     async with saying(begun).running() as script, client(silence_seconds=0.05) as made:
         with pytest.raises(TimeoutError):
-            await (await post(made, script)).read()
+            await (await post(made, script)).read(ALL)
         await script.left.wait()
 
 
@@ -278,7 +337,7 @@ async def test_a_replica_is_not_read_faster_than_the_answer_is() -> None:
         answer = await post(made, script)
         await asyncio.sleep(0.2)
         assert 0 < answer.num_unread_bytes < 1024 * 1024
-        assert len(await answer.read()) == 16 * 1024 * 1024
+        assert len(await answer.read(ALL)) == 16 * 1024 * 1024
 
 
 async def test_who_leaves_an_answer_early_cuts_the_connection() -> None:
@@ -310,7 +369,7 @@ async def test_a_connection_is_kept_when_only_the_end_of_its_answer_was_not_wait
             answer.leave()
         may_end.set()
         await asyncio.sleep(0.02)
-        assert await (await post(made, script)).read() == b"hello"
+        assert await (await post(made, script)).read(ALL) == b"hello"
         assert script.num_connections == 1
 
 

@@ -1,0 +1,79 @@
+"""One request while it is on its way: what it is, what has become of it, and what its caller is told.
+
+Knows nothing of how replicas are chosen, sent to or tried again.
+"""
+
+from dataclasses import dataclass, field
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+from penstock.fleet.rollout.trial import Trial
+from penstock.fleet.router.account import Account
+from penstock.fleet.router.decisions import ROUTE_HEADER, Decision
+from penstock.fleet.router.foreign_usage import asking_for_usage
+from penstock.fleet.router.query import RouteQuery
+from penstock.fleet.router.replica_client import Answer
+from penstock.fleet.router.upstream import response_headers
+from penstock.fleet.router.urgency import Urgency
+from penstock.protocol.errors import ErrorReply
+from penstock.telemetry import RequestRecord
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request while it is on its way."""
+
+    request: web.Request
+    body: bytes
+    query: RouteQuery
+    streams: bool
+    record: RequestRecord
+    decision: Decision
+    urgency: Urgency
+    has_keys: bool
+    account: Account
+    hides_usage: bool  # a stream's caller did not ask what it cost
+    seed: int  # for a stream that may move to another replica: there it must draw the same
+    is_counted_here: bool = False  # by the gateway, and not by the replica that has it
+    avoid: set[str] = field(default_factory=set)
+    num_failures: int = 0  # in a row
+    refusal: ErrorReply | None = None  # of the replica that failed it last
+    trial: Trial | None = None  # of the replica that has it, where versions are compared
+
+    def note_progress(self) -> None:
+        """The caller got something: whatever failed before that is forgotten."""
+        self.num_failures = 0
+        self.avoid.clear()
+
+    @property
+    def is_booked_here(self) -> bool:
+        """Whether what it costs must be known here."""
+        return self.account.is_kept and self.is_counted_here
+
+    def replica_body(self) -> bytes:
+        """Return the body for the replica: where we must count, with the wish to know its cost."""
+        path = self.request.rel_url.raw_path
+        if self.is_booked_here and self.streams and self.hides_usage and path.endswith("/completions"):
+            return asking_for_usage(self.body)
+        return self.body
+
+    def answer_headers(self, upstream: Answer) -> CIMultiDict[str]:
+        """Return the head of what the caller gets of a replica's answer."""
+        headers = response_headers(upstream.headers)
+        headers.update(self.account.headers)
+        return self._signed(headers)
+
+    def error_response(self) -> web.Response:
+        """Return the refusal as the caller gets it."""
+        reply = self.refusal
+        assert reply is not None
+        self.record.error_code = reply.code
+        headers = CIMultiDict(reply.headers)
+        headers.setdefault("content-type", "application/json")
+        return web.Response(status=reply.status, body=reply.body, headers=self._signed(headers))
+
+    def _signed(self, headers: CIMultiDict[str]) -> CIMultiDict[str]:
+        headers["x-request-id"] = self.record.request_id
+        headers[ROUTE_HEADER] = self.decision.header()
+        return headers
