@@ -46,6 +46,7 @@ def test_codes_are_stable() -> None:
         "NotReady": "not_ready",
         "StoreUnavailable": "store_unavailable",
         "EngineFailed": "engine_failed",
+        "AnswerTooLarge": "answer_too_large",
         "RemoteError": "remote_error",
     }
 
