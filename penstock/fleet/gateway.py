@@ -181,10 +181,8 @@ class Gateway:
     async def _listen(self, app: web.Application, listener: socket.socket, drain_seconds: float) -> None:
         runner = web.AppRunner(
             app,
-            access_log=None,
             handler_cancellation=True,  # a caller who leaves frees the replica at once
             shutdown_timeout=drain_seconds,
-            keepalive_timeout=self.context.connections.limits.idle_seconds,
         )
         await runner.setup()
         self._runners.append(runner)

@@ -8,7 +8,7 @@ from penstock.fleet.rollout.course import Rollout
 from penstock.fleet.rollout.evidence import Evidence
 from penstock.fleet.rollout.report import write_report
 from penstock.fleet.rollout.rollouts import Rollouts
-from penstock.fleet.router.admin_route import AdminRoute
+from penstock.fleet.router.admin_route import AdminRoute, ReadBody
 
 
 class WantedRollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,8 +29,8 @@ class RolloutReports(msgspec.Struct, frozen=True):
     rollouts: list[RolloutReport]
 
 
-def rollout_routes(rollouts: Rollouts) -> list[AdminRoute]:
-    """Return them."""
+def rollout_routes(rollouts: Rollouts, read: ReadBody) -> list[AdminRoute]:
+    """Return them. `read` keeps bodies within limits."""
     split, controller = rollouts.split, rollouts.controller
 
     async def reports() -> list[RolloutReport]:
@@ -49,7 +49,7 @@ def rollout_routes(rollouts: Rollouts) -> list[AdminRoute]:
 
     async def begin(request: web.Request) -> web.StreamResponse:
         try:
-            wanted = msgspec.json.decode(await request.read(), type=WantedRollout)
+            wanted = msgspec.json.decode(await read(request), type=WantedRollout)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RequestError(f"this begins no rollout: {error}") from None
         return _json(await controller.start(wanted.model, wanted.candidate))

@@ -13,7 +13,7 @@ from penstock.fleet.discovery.registration import Registration
 from penstock.fleet.fleet_file import check_entry
 from penstock.fleet.introduction import Introductions
 from penstock.fleet.replica import Replica, ReplicaPool
-from penstock.fleet.router.admin_route import AdminRoute
+from penstock.fleet.router.admin_route import AdminRoute, ReadBody
 from penstock.fleet.router.decisions import Decision, DecisionLog
 
 _DEFAULT_DECISIONS = 50
@@ -60,8 +60,9 @@ def admin_routes(
     decisions: DecisionLog,
     introductions: Introductions,
     refusal_of: Callable[[ReplicaEntry], Awaitable[str | None]],
+    read: ReadBody,
 ) -> list[AdminRoute]:
-    """Return them. `refusal_of` says why what is at a URL can be no replica."""
+    """Return them. `refusal_of` says why what is at a URL can be no replica; `read` keeps bodies within limits."""
 
     def reports() -> ReplicaReports:
         return ReplicaReports([_report(replica, pool, introductions) for replica in pool])
@@ -71,7 +72,7 @@ def admin_routes(
 
     async def register(request: web.Request) -> web.StreamResponse:
         try:
-            entry = msgspec.json.decode(await request.read(), type=ReplicaEntry)
+            entry = msgspec.json.decode(await read(request), type=ReplicaEntry)
             if entry.key_file is not None:
                 raise RequestError("key_file belongs into the gateway's own file; leave it out", param="key_file")
             check_entry(entry)

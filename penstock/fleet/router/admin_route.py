@@ -8,6 +8,7 @@ from aiohttp import web
 from penstock.protocol.query import check_query
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+ReadBody = Callable[[web.Request], Awaitable[bytes]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from penstock.fleet.rollout.routes import rollout_routes
 from penstock.fleet.router.account import Account
 from penstock.fleet.router.admin import admin_routes, autoscaler_routes
 from penstock.fleet.router.admin_route import AdminRoute, Handler
-from penstock.fleet.router.connection import Connections, read_body
+from penstock.fleet.router.connection import Connections, leave_to_reader, read_body
 from penstock.fleet.router.decisions import ROUTE_HEADER, Decision, DecisionLog
 from penstock.fleet.router.dispatch import Dispatcher
 from penstock.fleet.router.downstream import ClientGone
@@ -97,17 +97,16 @@ def create_app(context: GatewayContext) -> web.Application:
     app = _bare_app(context)
     routes = _Routes(context)
     for method in ("GET", "POST", "DELETE"):
-        app.router.add_route(method, PATTERN, routes.files)
-    for path in _COMMON_PATHS:
-        app.router.add_post(path, routes.forward)
-    app.router.add_post("/v1/{path:[A-Za-z0-9_/-]+}", routes.forward)
+        _add_route(app, method, PATTERN, routes.files)
+    for path in (*_COMMON_PATHS, "/v1/{path:[A-Za-z0-9_/-]+}"):
+        _add_route(app, "POST", path, routes.forward)
     app.router.add_get("/v1/models", routes.list_models)
     app.router.add_get("/v1/models/{model:.+}", routes.show_model)
     app.router.add_get("/live", routes.live)
     app.router.add_get("/ready", routes.ready)
     app.router.add_get("/metrics", routes.admin_only(routes.metrics))
     for route in _admin_routes(context):
-        app.router.add_route(route.method, route.path, routes.admin_only(route.answer, needs_keys=True))
+        _add_route(app, route.method, route.path, routes.admin_only(route.answer, needs_keys=True))
     return app
 
 
@@ -116,22 +115,29 @@ def create_admin_app(context: GatewayContext, *, needs_key: bool) -> web.Applica
     app = _bare_app(context)
     routes = _Routes(context)
     for route in _admin_routes(context):
-        app.router.add_route(route.method, route.path, routes.admin_only(route.answer) if needs_key else route.answer)
+        _add_route(app, route.method, route.path, routes.admin_only(route.answer) if needs_key else route.answer)
     return app
 
 
+def _add_route(app: web.Application, method: str, path: str, handler: Handler) -> None:
+    app.router.add_route(method, path, handler, expect_handler=leave_to_reader)
+
+
 def _admin_routes(context: GatewayContext) -> list[AdminRoute]:
+    async def read(request: web.Request) -> bytes:
+        return await read_body(request, context.max_body_bytes, context.connections.limits)
+
     return [
         *admin_routes(
-            context.pool, context.registration, context.decisions, context.introductions, context.monitor.refusal
+            context.pool, context.registration, context.decisions, context.introductions, context.monitor.refusal, read
         ),
-        *rollout_routes(context.rollouts),
+        *rollout_routes(context.rollouts, read),
         *autoscaler_routes(context.autoscalers, context.pool.clock),
     ]
 
 
 def _bare_app(context: GatewayContext) -> web.Application:
-    app = web.Application(middlewares=[_front_door(context)], client_max_size=context.max_body_bytes)
+    app = web.Application(middlewares=[_front_door(context)])
     identity = encode_identity(context.introductions.identity)
 
     async def sign(request: web.Request, response: web.StreamResponse) -> None:
@@ -276,13 +282,16 @@ def _front_door(context: GatewayContext) -> Middleware:
         try:
             response = await _answered(request, handler)
             record.status = response.status
+            if not (response.prepared or request.content.is_eof()):
+                response.force_close()  # the rest of the request would stand before the next
             return response
         except (ClientGone, asyncio.CancelledError):
             record.finish, record.status = "abort", _GONE_STATUS
             # What the framework itself raises then: it closes the connection and says nothing.
             raise asyncio.CancelledError from None
         finally:
-            context.connections.note_answered(request.transport)
+            if request.content.is_eof():
+                context.connections.note_answered(request.transport)
             record.total_seconds = time.monotonic() - record.arrival
             if not (record.path in _QUIET_ROUTES or record.path.startswith(_ADMIN_PREFIX)):
                 # Names of models that nobody serves would be labels without number.

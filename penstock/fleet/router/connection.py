@@ -1,23 +1,28 @@
 """One connection of a caller, with limits on what a slow, silent or greedy one may hold.
 
 aiohttp parses and writes; this stands between it and the transport and adds what it lacks: clocks for a request's head
-and for a reader that falls behind, a size for the head, and a most number of connections, of which idle ones make room
-for new ones. The body's clock is `read_body`'s. Knows nothing of routes or requests' meaning.
+and for a reader that falls behind, a size for the head, errors of the catalogue for what is no request, and a most
+number of connections, of which idle ones make room for new ones. The body's clock is `read_body`'s. Knows nothing of
+routes or requests' meaning.
 """
 
 import asyncio
 import enum
+import logging
 import socket
 from http import HTTPStatus
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from penstock.connection_limits import ConnectionLimits, Crowd, Cut
-from penstock.errors import BodyTooLarge, HeadTooLarge, Overloaded, PenstockError, RequestTimeout
+from penstock.errors import BodyTooLarge, HeadTooLarge, Overloaded, PenstockError, RequestError, RequestTimeout
 from penstock.protocol.errors import reply_for
 
 _END_OF_HEAD = b"\r\n\r\n"
 _BACKLOG = 1024
+_MAX_HEADERS = 1024  # within the size of a head
+
+log = logging.getLogger("penstock.gateway")
 
 
 class _Reading(enum.Enum):
@@ -25,7 +30,7 @@ class _Reading(enum.Enum):
 
     NOTHING = enum.auto()  # idle
     HEAD = enum.auto()
-    REQUEST = enum.auto()  # its head has come; it is read further and answered
+    REQUEST = enum.auto()  # its head has come; it is read further and answered, or what is left of it thrown away
 
 
 class GuardedConnection(asyncio.Protocol):
@@ -152,11 +157,7 @@ class GuardedConnection(asyncio.Protocol):
     def _refuse(self, error: PenstockError) -> None:
         """Say why, before any response has begun, and close."""
         assert self._transport is not None
-        reply = reply_for(error)
-        fixed = {"content-type": "application/json", "content-length": str(len(reply.body)), "connection": "close"}
-        head = f"HTTP/1.1 {reply.status} {HTTPStatus(reply.status).phrase}\r\n"
-        head += "".join(f"{name}: {value}\r\n" for name, value in {**fixed, **reply.headers}.items())
-        self._transport.write(head.encode() + b"\r\n" + reply.body)
+        self._transport.write(_last_answer(error))
         self.leave()
 
     def _cut(self, why: Cut) -> None:
@@ -164,6 +165,52 @@ class GuardedConnection(asyncio.Protocol):
         assert self._transport is not None
         self._connections.crowd.on_cut(why)
         self._transport.abort()
+
+
+class _Handler(web.RequestHandler):
+    """aiohttp's part of a connection. Where it answers by itself, so as everything else here does."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if status < 500:
+            return _Refusal(RequestError("this is no HTTP request that could be understood"))
+        log.error("unexpected failure of a connection", exc_info=exc)
+        return _Refusal(PenstockError())
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        if isinstance(resp, web.HTTPException):  # raised before any of our code was asked
+            resp = _Refusal(RequestError("the request could not be understood"))
+        if not isinstance(resp, _Refusal):
+            return await super().finish_response(request, resp, start_time)
+        if self.transport is not None and request.writer.output_size == 0:  # else an answer has begun
+            self.transport.write(_last_answer(resp.error))
+        return resp, True  # closes the connection
+
+
+class _Refusal(web.StreamResponse):
+    """What is answered without the framework, which would tell its name and version."""
+
+    def __init__(self, error: PenstockError) -> None:
+        super().__init__()
+        self.error = error
+
+
+def _last_answer(error: PenstockError) -> bytes:
+    """Return an error behind which the connection is closed, as it stands on the wire."""
+    reply = reply_for(error)
+    fixed = {"content-type": "application/json", "content-length": str(len(reply.body)), "connection": "close"}
+    head = f"HTTP/1.1 {reply.status} {HTTPStatus(reply.status).phrase}\r\n"
+    head += "".join(f"{name}: {value}\r\n" for name, value in {**fixed, **reply.headers}.items())
+    return head.encode() + b"\r\n" + reply.body
 
 
 class Connections:
@@ -209,24 +256,32 @@ class GuardedSite(web.BaseSite):
 
     async def start(self) -> None:
         await super().start()
-        make = self._runner.server
-        assert make is not None
+        server, limits = self._runner.server, self._connections.limits
+        assert server is not None
         loop = asyncio.get_running_loop()
+
+        def connect() -> GuardedConnection:
+            inner = _Handler(
+                server, loop=loop, keepalive_timeout=limits.idle_seconds, access_log=None,  # type: ignore[arg-type]
+                max_line_size=limits.max_head_bytes, max_field_size=limits.max_head_bytes, max_headers=_MAX_HEADERS,
+            )  # fmt: skip
+            return GuardedConnection(inner, self._connections)
+
         factory = loop.create_unix_server if self._listener.family == socket.AF_UNIX else loop.create_server
-        self._server = await factory(
-            lambda: GuardedConnection(make(), self._connections), sock=self._listener, backlog=self._backlog
-        )
+        self._server = await factory(connect, sock=self._listener, backlog=self._backlog)
 
 
 async def read_body(request: web.Request, max_bytes: int, limits: ConnectionLimits) -> bytes:
     """Return a request's body. Raises BodyTooLarge, or RequestTimeout for one that comes too slowly."""
+    if (request.content_length or 0) > max_bytes:
+        raise BodyTooLarge(max_bytes)
     content = request.content
     # Nearly always it has come with its head.
     data = content.read_nowait()
     pieces, size = [data], len(data)
-    clock = None if content.at_eof() else BodyClock(limits)
+    clock = None if content.at_eof() else BodyClock(request, limits)
     try:
-        while clock is not None and (data := await clock.next(request)):
+        while clock is not None and (data := await clock.next()):
             size += len(data)
             if size > max_bytes:
                 break
@@ -239,15 +294,24 @@ async def read_body(request: web.Request, max_bytes: int, limits: ConnectionLimi
 
 
 class BodyClock:
-    """How long a body may take: some seconds, and more for what has arrived."""
+    """Gives a body as it comes, which may take some seconds, and more for what has arrived."""
 
-    def __init__(self, limits: ConnectionLimits) -> None:
+    def __init__(self, request: web.Request, limits: ConnectionLimits) -> None:
+        self._request = request
         self._limits = limits
         self._deadline = asyncio.get_running_loop().time() + limits.body_seconds
+        self._is_awaited = request.headers.get("expect", "").lower() == "100-continue"
 
-    async def next(self, request: web.Request) -> bytes:
+    async def next(self) -> bytes:
         """Return what comes next; nothing at the end. Raises TimeoutError."""
+        if self._is_awaited and self._request.version >= HttpVersion11:
+            await self._request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._is_awaited = False
         async with asyncio.timeout_at(self._deadline):
-            data = await request.content.readany()
+            data = await self._request.content.readany()
         self._deadline += len(data) / self._limits.body_bytes_per_second
         return data
+
+
+async def leave_to_reader(request: web.Request) -> None:
+    """Who asks whether to send a body gets his answer from whoever reads it: `read_body`, or a refusal."""

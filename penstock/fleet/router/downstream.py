@@ -48,6 +48,8 @@ class Downstream:
 
 async def begin_stream(request: web.Request, response: web.StreamResponse) -> Downstream:
     """Send a response's head. Raises ClientGone."""
+    if not request.content.is_eof():
+        response.force_close()  # the rest of the request would stand before the next
     try:
         writer = await response.prepare(request)
     except ConnectionError:

@@ -46,6 +46,8 @@ class FileProxy:
         for replica in self._candidates():
             headers = request_headers(request.headers, replica, request_id, has_keys=has_keys)
             data = _pieces(request, self._limits) if body is None else body
+            if body is None and request.content_length is not None:
+                headers["content-length"] = str(request.content_length)  # or the replica could refuse it only late
             try:
                 url = target(replica, request.rel_url.raw_path_qs)
                 async with self._session.request(
@@ -112,9 +114,9 @@ async def _refusal(request_id: str, upstream: aiohttp.ClientResponse) -> tuple[w
 
 async def _pieces(request: web.Request, limits: ConnectionLimits) -> AsyncIterator[bytes]:
     """Yield an upload as it comes; one that comes too slowly is cut."""
-    clock = BodyClock(limits)
+    clock = BodyClock(request, limits)
     try:
-        while data := await clock.next(request):
+        while data := await clock.next():
             yield data
     except TimeoutError:
         if request.transport is not None:

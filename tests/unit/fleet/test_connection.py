@@ -2,11 +2,15 @@
 
 import asyncio
 import contextlib
+import hashlib
 import json
 
+import pytest
 from aiohttp import web
 
 from penstock.connection_limits import ConnectionLimits
+from penstock.store.key_ring import KeyRing
+from penstock.tenants import ApiKey, KeyTerms
 from tests.fakes.fake_replica import FakeReplica
 from tests.unit.fleet.conftest import running_gateway, until
 
@@ -86,6 +90,73 @@ async def test_a_body_that_does_not_come_is_answered_408():
         writer.write(HEAD + b"content-length: 40\r\n\r\n" + BODY[:10])
         assert b" 408 " in await reader.readline()
         assert not replica.received
+
+
+async def test_a_body_that_drips_is_answered_408():
+    async with limited(body_seconds=0.2) as (running, replica), connected(running) as (reader, writer):
+        writer.write(HEAD + b"content-length: 4000\r\n\r\n")
+        answer = asyncio.create_task(reader.readline())
+        while not answer.done():
+            writer.write(b" ")
+            await asyncio.sleep(0.05)
+        assert b" 408 " in await answer
+        assert not replica.received
+
+
+async def test_a_body_that_is_declared_too_large_is_refused_before_it_is_sent():
+    async with limited() as (running, _), connected(running) as (reader, writer):
+        writer.write(HEAD + b"expect: 100-continue\r\ncontent-length: 100000000\r\n\r\n")
+        answer = await asyncio.wait_for(read_answer(reader), 5)  # and is not asked to be sent
+        assert answer.startswith(b"HTTP/1.1 413 ") and b"connection: close" in answer.lower()
+        assert error_code(answer) == "body_too_large"
+        for _ in range(20):  # who sends it all the same gets no second answer for it
+            writer.write(b"x" * 65536)
+            await writer.drain()
+        writer.write_eof()
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+
+
+async def test_who_asks_before_sending_is_told_to_send_what_will_be_read():
+    async with limited() as (running, replica), connected(running) as (reader, writer):
+        body = b'{"model": "tiny"}'
+        writer.write(HEAD + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(body))
+        assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body)
+        assert b" 200 " in await reader.readline()
+        assert len(replica.received) == 1
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /live HTTP/9.9\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nno colon\r\n\r\n",
+        b"GET /live HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+        b"GET /live HTTP/1.1\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"GET /nowhere HTTP/1.1\r\nhost: localhost\r\nexpect: miracles\r\n\r\n",
+    ],
+)
+async def test_what_is_no_request_is_answered_in_our_shape(sent, caplog):
+    async with limited() as (running, _), connected(running) as (reader, writer):
+        writer.write(sent)
+        answer = await asyncio.wait_for(reader.read(), 5)
+        head, _, _ = answer.lower().partition(b"\r\n\r\n")
+        assert b" 400 " in head.splitlines()[0] and b"content-type: application/json" in head
+        assert b"server:" not in head  # versions are nobody's business
+        assert error_code(answer) == "invalid_request"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("length", "code"), [(10_000, "body_too_large"), (10, "request_timeout")])
+async def test_a_body_for_operators_is_read_within_the_same_limits(length, code):
+    ring = KeyRing((ApiKey("boss", hashlib.sha256(b"boss").hexdigest(), KeyTerms(admin=True)),))
+    limits = ConnectionLimits(body_seconds=0.1)
+    async with running_gateway(ring=ring, limits=limits) as running, connected(running) as (reader, writer):
+        writer.write(b"POST /admin/replicas HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer boss\r\n")
+        writer.write(b"content-length: %d\r\n\r\n" % length)
+        assert error_code(await asyncio.wait_for(read_answer(reader), 5)) == code
 
 
 async def test_a_connection_that_says_nothing_is_closed():
