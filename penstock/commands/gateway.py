@@ -1,7 +1,7 @@
 """`penstock gateway`: one address in front of any number of servers."""
 
 import asyncio
-import signal
+import contextlib
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +22,11 @@ from penstock.server import config as server_config
 from penstock.server.config import ServerConfig
 from penstock.server.listeners import joined, listen, listen_for_admin, remove_socket
 from penstock.server.store_opening import prepare_store
+from penstock.stop_signals import stop_signals
 from penstock.store.database import Database
 from penstock.store.rollouts import RolloutStore
+
+_CUT_SECONDS = 1.0  # for what was cut to be noted
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,13 @@ def run(sourced: Sourced, wanted: Wanted) -> int:
 
 
 async def _serve(config: ServerConfig, fleet: FleetConfig, listener: socket.socket, admin: socket.socket) -> None:
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    stopping, leaving = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (leaving if stopping.is_set() else stopping).set()
+
+    for number in stop_signals():
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
     counts = StoreCounts()
     database = Database.open(config.store) if config.store is not None else None
     tenancy = Tenancy(config, counts, database)
@@ -80,8 +87,21 @@ async def _serve(config: ServerConfig, fleet: FleetConfig, listener: socket.sock
         _announce(gateway, listener, admin)
         await stopping.wait()
     finally:
-        await gateway.stop()
+        await _stop(gateway, leaving)
         await tenancy.close()
+
+
+async def _stop(gateway: Gateway, leaving: asyncio.Event) -> None:
+    """Drain, but end what is open where the second signal comes. Replicas that were started here end with us."""
+    draining, hurry = asyncio.create_task(gateway.stop()), asyncio.create_task(leaving.wait())
+    await asyncio.wait((draining, hurry), return_when=asyncio.FIRST_COMPLETED)
+    if not draining.done():
+        gateway.cut()
+        await asyncio.wait((draining,), timeout=_CUT_SECONDS)
+    hurry.cancel()
+    draining.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await draining
 
 
 def _announce(gateway: Gateway, listener: socket.socket, admin: socket.socket) -> None:

@@ -47,6 +47,7 @@ from penstock.engine.setup import EngineSetup, Progress, Refused, encode_notice
 from penstock.engine.timeline import Timeline
 from penstock.errors import PenstockError
 from penstock.protocol.block_events import BlockChanges
+from penstock.stop_signals import OWNERS_SIGNAL, leave_to_owner
 
 log = logging.getLogger("penstock.engine")
 
@@ -233,6 +234,7 @@ class EngineProcess:
 
 def main(build: Build = build_engine) -> int:
     """Serve what `build` puts together from the setup on standard input; return the exit status."""
+    leave_to_owner()
     setup = decode_setup(sys.stdin.buffer.read(), EngineSetup)
     telemetry.configure_logging("json" if setup.log_format == "json" else "text", process="engine")
     timeline = Timeline(setup.started)
@@ -243,9 +245,7 @@ def main(build: Build = build_engine) -> int:
         _notify(Refused(str(error)))
         return 2
     process = EngineProcess(built, setup.socket_path, timeline, parent_pid=setup.parent_pid)
-    # An interrupt from the terminal reaches every process: what it means is the supervisor's to say.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: process.stop())
+    signal.signal(OWNERS_SIGNAL, lambda *_: process.stop())
     process.run()
     return 0
 

@@ -150,6 +150,10 @@ class Gateway:
         self._client.close()
         await self._session.close()
 
+    def cut(self) -> None:
+        """End whatever callers have open, at once; `stop` has nothing to wait for then but replicas of its own."""
+        self.context.connections.cut_all()
+
     def _discoveries(self) -> list[Discovery]:
         sections = self._config.discovery
         return [

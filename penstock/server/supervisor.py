@@ -28,6 +28,7 @@ from penstock.server.listeners import joined, listen, listen_for_admin, remove_s
 from penstock.server.registration import Registrations
 from penstock.server.restarts import Restarts
 from penstock.server.worker_setup import WorkerSetup
+from penstock.stop_signals import OWNERS_SIGNAL, stop_signals
 from penstock.telemetry import log_event
 
 log = logging.getLogger("penstock.supervisor")
@@ -94,8 +95,8 @@ class Supervisor:
     async def run(self) -> int:
         """Serve until a signal or a hopeless failure. Returns the exit status."""
         loop = asyncio.get_running_loop()
-        for name in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(name, self._on_signal)
+        for number in stop_signals():
+            loop.add_signal_handler(number, self._on_signal)
         watchers = [asyncio.create_task(self._keep_engine())]
         self._client = await EngineClient.connect(self._socket_path, b"supervisor")
         try:
@@ -270,11 +271,11 @@ class Supervisor:
         self._draining.set()
         await self._registrations.leave()
         for worker in self._workers.values():
-            _signal(worker, signal.SIGTERM)
+            _signal(worker, OWNERS_SIGNAL)
         limit = self.config.drain_seconds + _STOP_SECONDS
         await self._ended(list(self._workers.values()), limit)
         if self._engine is not None:
-            _signal(self._engine, signal.SIGTERM)
+            _signal(self._engine, OWNERS_SIGNAL)
             await self._ended([self._engine], _STOP_SECONDS)
         self._kill()
         for task in tasks:

@@ -24,6 +24,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from penstock.server.template_frames import HEAD_BYTES, decode_document, encode_frame, length_in
+from penstock.stop_signals import leave_to_owner
 
 MAX_MEMORY_BYTES = 1024**3
 
@@ -128,6 +129,7 @@ def _answer(renderer: TemplateRenderer, request: dict[str, Any]) -> dict[str, An
 
 
 def main() -> None:
+    leave_to_owner()
     _limit_resources()
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     setup = _read_frame(requests)

@@ -1,15 +1,14 @@
 """An API worker process: one event loop that serves HTTP on an inherited socket.
 
-`python -m penstock.server.worker` with a `WorkerSetup` as JSON on standard input. SIGTERM drains: no new connections,
-open requests go on for `drain_seconds`, then end with an error; a second SIGTERM ends at once. Ends when its parent is
-gone. Never loads torch.
+`python -m penstock.server.worker` with a `WorkerSetup` as JSON on standard input. Its owner's signal (`stop_signals`)
+drains: no new connections, open requests go on for `drain_seconds`, then end with an error; a second one ends at once.
+Ends when its parent is gone. Never loads torch.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -33,6 +32,7 @@ from penstock.server.connection import connection_class
 from penstock.server.context import ServerContext, build_context
 from penstock.server.shared_prefixes import DeclaredPrefix, SharedPrefixes, tokenize_prefixes
 from penstock.server.worker_setup import WorkerSetup
+from penstock.stop_signals import OWNERS_SIGNAL, leave_to_owner
 from penstock.store.database import Database
 from penstock.telemetry import configure_logging, log_event
 
@@ -97,7 +97,7 @@ class Worker:
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(_TEXT_THREADS, "penstock-text"))
-        loop.add_signal_handler(signal.SIGTERM, self._on_signal)
+        loop.add_signal_handler(OWNERS_SIGNAL, self._on_signal)
         self._watch_parent()
         await asyncio.gather(*[server.serve(sockets=[listener]) for server, listener in self._servers])
 
@@ -193,13 +193,12 @@ async def _start_template(text: str | None, tokenizer: Tokenizer) -> ChatTemplat
 
 
 def main() -> int:
+    leave_to_owner()
     setup = decode_setup(sys.stdin.buffer.read(), WorkerSetup)
     for inherited in (setup.listen_fd, setup.notice_fd, setup.admin_fd):
         if inherited is not None:
             os.set_inheritable(inherited, False)  # or the template process would keep it open behind us
     configure_logging(setup.config.log_format, process=setup.identity)
-    # An interrupt from the terminal reaches every process: what it means is the supervisor's to say.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(setup))
     return 0

@@ -33,6 +33,7 @@ ROOT_MODULES = (
     "registry",
     "request",
     "run_folder",
+    "stop_signals",
     "telemetry",
     "tenants",
 )

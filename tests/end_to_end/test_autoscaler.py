@@ -6,7 +6,7 @@ import time
 import httpx
 import pytest
 
-from tests.fakes.gateway_process import MODEL, GatewayProcess, write_simulated_model
+from tests.fakes.gateway_process import MODEL, GatewayProcess, parents_of_processes, write_simulated_model
 from tests.server_process import until
 from tests.unit.server.sse import events_in, text_of
 
@@ -58,6 +58,10 @@ class Fleet:
         with httpx.Client(transport=httpx.HTTPTransport(uds=self.gateway.admin), base_url="http://admin") as admin:
             return len(admin.get("/admin/replicas").json()["replicas"])
 
+    def num_in_flight(self):
+        with httpx.Client(transport=httpx.HTTPTransport(uds=self.gateway.admin), base_url="http://admin") as admin:
+            return sum(replica["in_flight"] for replica in admin.get("/admin/replicas").json()["replicas"])
+
     def ask(self, number):
         self.answers[number] = httpx.post(f"{self.gateway.url}/v1/completions", json=stream(number), timeout=90)
 
@@ -94,7 +98,13 @@ def scaled(tmp_path_factory):
         until(lambda: fleet.num_processes() == 0, 30, "the end of the last replica")
         fleet.metrics = httpx.get(f"{gateway.url}/metrics").text
         fleet.last = fleet.report()
-        fleet.status = gateway.stop()
+        asking = threading.Thread(target=fleet.ask, args=(0,))
+        asking.start()
+        until(lambda: fleet.report()["signals"]["num_ready"], 60, "a replica for the last stream")
+        until(fleet.num_in_flight, 10, "the last stream")
+        fleet.family = gateway.signal_all()
+        asking.join(60)
+        fleet.status = gateway.process.wait(60)
         yield fleet
 
 
@@ -124,6 +134,8 @@ def test_an_idle_fleet_goes_to_zero_and_says_why(scaled):
     assert f'penstock_gateway_autoscaler_changes_total{{direction="up",model="{MODEL}"}}' in scaled.metrics
 
 
-def test_the_gateway_ends_and_leaves_no_replica(scaled):
+def test_where_every_process_is_told_to_end_the_gateway_and_its_replica_finish_their_stream(scaled):
     assert scaled.status == 0
-    assert scaled.gateway.process.poll() == 0
+    assert len(scaled.family) >= 5  # the gateway; a leash, a supervisor, a worker and an engine
+    assert events_in(scaled.answers[0].content)[-1] == "[DONE]"
+    assert not parents_of_processes().keys() & set(scaled.family)

@@ -208,9 +208,21 @@ def test_killing_one_gateway_loses_its_own_open_connections_and_nothing_else(fle
         assert whole_answer(other.url).status_code == 200
 
 
-def test_a_draining_replica_and_a_draining_gateway_finish_their_streams(model):
+def test_a_draining_replica_and_a_draining_gateway_finish_their_streams_unless_told_twice(model):
     body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 80, "ignore_eos": True, "stream": True}
     with simulated_replicas(model, 1, pace="4") as (server,), GatewayProcess("--replica", server.url) as gateway:
+        with (
+            GatewayProcess("--replica", server.url) as hasty,
+            httpx.stream("POST", f"{hasty.wait_ready().url}/v1/completions", json=body, timeout=60) as response,
+        ):
+            lines = response.iter_lines()
+            next(lines)
+            hasty.process.send_signal(signal.SIGTERM)
+            until(lambda: any("draining" in line for line in hasty.lines), 10, "its drain")
+            hasty.process.send_signal(signal.SIGINT)
+            with pytest.raises(httpx.TransportError):
+                list(lines)
+            assert hasty.process.wait(10) == 0
         url = f"{gateway.wait_ready().url}/v1/completions"
         with httpx.stream("POST", url, json=body, timeout=60) as response:
             lines = response.iter_lines()

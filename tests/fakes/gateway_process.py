@@ -52,6 +52,17 @@ class GatewayProcess:
         self.process.send_signal(number)
         return self.process.wait(seconds)
 
+    def signal_all(self, number: int = signal.SIGTERM) -> list[int]:
+        """Signal every process that came of it, as a service manager does; return them."""
+        parents = parents_of_processes()
+        family = [self.process.pid]
+        for pid in family:
+            family += [child for child, parent in parents.items() if parent == pid]
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return family
+
     def __enter__(self) -> "GatewayProcess":
         return self
 
@@ -62,6 +73,17 @@ class GatewayProcess:
         self._reader.join(10)
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+def parents_of_processes() -> dict[int, int]:
+    """Whose child each process of this machine is, but for those that have ended."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                parents[int(stat.parent.name)] = int(parent)
+    return parents
 
 
 def write_simulated_model(folder: Path) -> Path:

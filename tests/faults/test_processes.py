@@ -84,13 +84,14 @@ async def test_an_engine_that_stands_still_is_not_ready_and_recovers(server, pat
     assert server.engine_pid == engine
 
 
-async def test_a_server_that_ends_leaves_no_process_file_or_shared_memory(model, tmp_path):
+async def test_a_server_whose_whole_group_is_told_to_end_drains_and_leaves_nothing_behind(model, tmp_path):
     before = shared_memory()
     with ServerProcess(str(model), *DUMMY, folder=tmp_path) as server:
         server.wait_ready()
         family = [server.engine_pid, server.worker_pid]
         calls = await opened(server, 1, max_tokens=400)
-        assert await asyncio.to_thread(server.stop) == 0
+        os.killpg(server.process.pid, signal.SIGTERM)  # as a terminal or a service manager does
+        assert await asyncio.to_thread(server.process.wait, 60) == 0
         assert tally(await asyncio.gather(*calls)) == {"completed": 1}, "SIGTERM lets open requests finish"
     assert not any(_alive(pid) for pid in family)
     assert list(tmp_path.iterdir()) == []
@@ -102,11 +103,12 @@ async def test_a_second_signal_ends_at_once_and_leaves_no_process(model, patienc
         server.wait_ready()
         calls = await opened(server, 1)
         family = [server.engine_pid, server.worker_pid]
-        server.process.send_signal(signal.SIGTERM)
+        os.killpg(server.process.pid, signal.SIGTERM)
         await asyncio.sleep(0.3)
         assert server.process.poll() is None, "open requests may go on after the first signal"
         began = time.monotonic()
-        await asyncio.to_thread(server.stop)
+        os.killpg(server.process.pid, signal.SIGTERM)
+        await asyncio.to_thread(server.process.wait, 60)
         assert time.monotonic() - began < 5.0 * patience
         until(lambda: not any(_alive(pid) for pid in family), 5, "the end of every process")
         await asyncio.gather(*calls)

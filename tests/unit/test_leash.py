@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.stop_signals import OPERATORS_SIGNALS, OWNERS_SIGNAL
 from tests.server_process import until
 
 SLEEP = "import time; print('here', flush=True); time.sleep(60)"
@@ -68,11 +69,15 @@ def test_when_the_leash_itself_is_killed_the_command_goes(leash):
     until(lambda: not lives(child), 30, "the command's end")
 
 
-def test_a_signal_to_stop_reaches_the_command(leash):
+def test_the_owners_signal_reaches_the_command_and_an_operators_does_nothing(leash):
+    number = int(OWNERS_SIGNAL)
     program = (
-        "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(5)); print('here', flush=True); time.sleep(60)"
+        f"import signal, sys, time; signal.signal({number}, lambda *_: sys.exit(5)); "
+        "print('here', flush=True); time.sleep(60)"
     )
     process = leash(program)
     process.stdout.readline()
-    process.terminate()
+    for operators in OPERATORS_SIGNALS:
+        os.killpg(process.pid, operators)
+    process.send_signal(OWNERS_SIGNAL)
     assert process.wait(30) == 5

@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import ray
+from multidict import CIMultiDict
 from ray.exceptions import RayError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -105,7 +106,7 @@ class PenstockReplica:
     async def _send(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
         server = self._server.replica
         request_id = headers.get("x-request-id") or uuid.uuid4().hex
-        sent = request_headers(headers, server, request_id, has_keys=False)
+        sent = request_headers(CIMultiDict(headers.items()), server, request_id, has_keys=False)
         return await self._server.session.request(method, target(server, path), data=body or None, headers=sent)
 
     async def _announce(self) -> None:

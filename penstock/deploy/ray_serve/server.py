@@ -19,6 +19,7 @@ from penstock.fleet.config import HealthSection, ReplicaEntry
 from penstock.fleet.replica import Replica, ReplicaPool
 from penstock.fleet.router.health import HealthMonitor
 from penstock.fleet.router.upstream import new_session
+from penstock.stop_signals import OWNERS_SIGNAL
 
 _START_POLL_SECONDS = 0.2
 _STOP_SECONDS = 15.0  # behind the drain
@@ -74,7 +75,7 @@ class LeashedServer:
     async def stop(self, drain_seconds: float) -> None:
         """Let open requests finish for as long as the drain may take, then end it."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+            self._process.send_signal(OWNERS_SIGNAL)
         try:
             await asyncio.to_thread(self._process.wait, drain_seconds + _STOP_SECONDS)
         except subprocess.TimeoutExpired:

@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from penstock.fleet.discovery.ray_directory import NAMESPACE, directory_name
+from penstock.stop_signals import leave_to_owner
 
 _ANSWER_SECONDS = 10.0
 
@@ -20,6 +21,7 @@ def main(address: str, application: str) -> int:
     """Answer until there is nothing more to answer; return the exit status."""
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        leave_to_owner()  # behind Ray, which has handlers of its own
         for _ in sys.stdin:
             sys.stdout.write(msgspec.json.encode(_urls(application)).decode() + "\n")
             sys.stdout.flush()

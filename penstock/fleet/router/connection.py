@@ -11,6 +11,7 @@ import enum
 import logging
 import socket
 from http import HTTPStatus
+from typing import cast
 
 from aiohttp import HttpVersion11, web
 
@@ -229,6 +230,10 @@ class Connections:
     def exit(self, connection: GuardedConnection, transport: asyncio.BaseTransport) -> None:
         self._open.pop(transport, None)
         self.crowd.exit(connection)
+
+    def cut_all(self) -> None:
+        for transport in list(self._open):
+            cast(asyncio.Transport, transport).abort()
 
     def own_address(self, transport: asyncio.BaseTransport | None) -> str | None:
         """Return the address that a connection came to; None: a Unix socket, or the connection is gone."""

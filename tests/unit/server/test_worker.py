@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 from penstock.child_setup import encode_setup
 from penstock.models.store import ModelFiles
 from penstock.server.worker_setup import WorkerSetup
+from penstock.stop_signals import OPERATORS_SIGNALS, OWNERS_SIGNAL
 from tests.fakes.tiny_tokenizer import write_tokenizer
 from tests.unit.engine.test_client import RunningEngine
 from tests.unit.server.conftest import MODEL, make_config, until
@@ -181,11 +181,14 @@ async def test_a_worker_that_cannot_start_does_not_say_that_it_serves(start, not
         os.read(notices[0], 10)
 
 
-async def test_the_first_sigterm_lets_open_requests_finish(engine, start):
+async def test_the_owners_first_signal_lets_open_requests_finish(engine, start):
     worker = await start(drain_seconds=60.0)
     await worker.wait_ready()
     call = await open_stream(worker, engine)
-    worker.process.send_signal(signal.SIGTERM)
+    for number in OPERATORS_SIGNALS * 2:  # which come to every process: they are the owner's to act upon
+        worker.process.send_signal(number)
+    assert (await worker.client.get("/live")).status_code == 200
+    worker.process.send_signal(OWNERS_SIGNAL)
     await stopped_listening(worker)
     engine.may_step.set()
     response = await call
@@ -197,20 +200,20 @@ async def test_a_drain_that_runs_out_ends_requests_with_an_error(engine, start):
     worker = await start(drain_seconds=0.2)
     await worker.wait_ready()
     call = await open_stream(worker, engine)
-    worker.process.send_signal(signal.SIGTERM)
+    worker.process.send_signal(OWNERS_SIGNAL)
     assert (await call).json()["error"]["code"] == "engine_unavailable"
     assert await worker.ended() == 0
     engine.may_step.set()
     await until(lambda: not engine.engine.scheduler.running)
 
 
-async def test_the_second_sigterm_ends_at_once(engine, start):
+async def test_the_owners_second_signal_ends_at_once(engine, start):
     worker = await start(drain_seconds=600.0)
     await worker.wait_ready()
     call = await open_stream(worker, engine)
-    worker.process.send_signal(signal.SIGTERM)
+    worker.process.send_signal(OWNERS_SIGNAL)
     await stopped_listening(worker)
-    worker.process.send_signal(signal.SIGTERM)
+    worker.process.send_signal(OWNERS_SIGNAL)
     await worker.ended()
     (outcome,) = await asyncio.gather(call, return_exceptions=True)
     assert isinstance(outcome, httpx.TransportError) or outcome.status_code >= 500
@@ -220,7 +223,7 @@ async def test_a_request_leaves_one_structured_log_line(engine, start):
     worker = await start()
     await worker.wait_ready()
     await worker.client.post("/v1/completions", json={**LONG, "max_tokens": 3}, headers={"x-request-id": "mine"})
-    worker.process.send_signal(signal.SIGTERM)
+    worker.process.send_signal(OWNERS_SIGNAL)
     await worker.ended()
     lines = [json.loads(line) for line in worker.process.stderr.read().splitlines()]
     (line,) = [line for line in lines if line.get("request_id") == "mine"]
@@ -230,7 +233,7 @@ async def test_a_request_leaves_one_structured_log_line(engine, start):
 async def test_a_worker_with_nothing_to_drain_does_not_speak_of_it(engine, start):
     worker = await start()
     await worker.wait_ready()
-    worker.process.send_signal(signal.SIGTERM)
+    worker.process.send_signal(OWNERS_SIGNAL)
     await worker.ended()
     assert b"draining" not in worker.process.stderr.read()
 

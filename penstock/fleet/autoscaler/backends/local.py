@@ -1,16 +1,16 @@
 """Replicas that are processes of this machine: `penstock serve`, started and drained here.
 
 A replica joins the pool when it says that it is ready. One that is to go is sent nothing more, finishes what it has
-from this gateway, and then gets SIGTERM, at which it drains whatever others sent it. None outlives the gateway,
-whatever ends that (`penstock.leash`). Where one ends before it was ever ready, the next are started one at a time until
-one is; each after a longer pause, until one has been ready for a while. Where one is ready but of no use here, no other
-is added. Knows nothing of how many there should be.
+from this gateway, and is then told to end, at which it drains whatever others sent it; signals that an operator sends
+to all processes are the gateway's to act upon. None outlives the gateway, whatever ends that (`penstock.leash`). Where
+one ends before it was ever ready, the next are started one at a time until one is; each after a longer pause, until one
+has been ready for a while. Where one is ready but of no use here, no other is added. Knows nothing of how many there
+should be.
 """
 
 import asyncio
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Collection
@@ -25,6 +25,7 @@ from penstock.fleet.autoscaler.backends.last_words import LastWords
 from penstock.fleet.breaker import Standing
 from penstock.fleet.config import ReplicaEntry
 from penstock.fleet.replica import Replica
+from penstock.stop_signals import OWNERS_SIGNAL
 from penstock.telemetry import log_event
 
 _HOST = "127.0.0.1"
@@ -130,7 +131,6 @@ class LocalProcesses(ScaleBackend):
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
                 env=environment,
-                # Ctrl-C in a terminal is the gateway's to handle: it drains first.
                 start_new_session=True,
             )
         except OSError as error:
@@ -230,7 +230,7 @@ class LocalProcesses(ScaleBackend):
         ):
             await asyncio.sleep(_POLL_SECONDS)
         if child.process.returncode is None:
-            child.process.send_signal(signal.SIGTERM)
+            child.process.send_signal(OWNERS_SIGNAL)
         await child.process.wait()
         await child.last_words.end()
         self._forget(child)

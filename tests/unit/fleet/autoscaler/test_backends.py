@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import signal
 import sys
 
 import aiohttp
@@ -18,6 +17,7 @@ from penstock.fleet.autoscaler.backends.kubernetes import KubernetesScale, Kuber
 from penstock.fleet.autoscaler.backends.local import LocalProcesses, LocalSettings
 from penstock.fleet.config import HealthSection, ReplicaEntry
 from penstock.fleet.replica import ReplicaPool
+from penstock.stop_signals import OWNERS_SIGNAL
 from tests.unit.fleet.conftest import FakeClock
 
 PATH = "/apis/apps/v1/namespaces/models/deployments/penstock/scale"
@@ -249,7 +249,7 @@ async def test_a_replica_with_requests_ends_only_after_them(processes, context):
     assert replica.is_leaving
     assert child.process.returncode is None
     replica.num_in_flight = 0
-    assert await asyncio.wait_for(child.process.wait(), 10) == -signal.SIGTERM
+    assert await asyncio.wait_for(child.process.wait(), 10) == -OWNERS_SIGNAL
 
 
 async def kill(backend):
@@ -390,7 +390,7 @@ async def test_a_replica_that_is_not_wanted_any_more_ends_before_it_is_ready(pro
     await backend.scale_to(1)
     (child,) = backend._children
     await backend.scale_to(0)
-    assert await asyncio.wait_for(child.process.wait(), 10) == -signal.SIGTERM
+    assert await asyncio.wait_for(child.process.wait(), 10) == -OWNERS_SIGNAL
     assert len(context.pool) == 0
 
 
@@ -399,5 +399,5 @@ async def test_closing_ends_every_process(processes, context):
     await backend.scale_to(2)
     children = [child.process for child in backend._children]
     await backend.close()
-    assert [process.returncode for process in children] == [-signal.SIGTERM] * 2
+    assert [process.returncode for process in children] == [-OWNERS_SIGNAL] * 2
     assert len(context.pool) == 0
