@@ -283,7 +283,8 @@ class _Connection(asyncio.Protocol):
         if self._is_interim:
             answer.headers.clear()
             return
-        if "transfer-encoding" in answer.headers and answer.transfer_codings not in ([], ["chunked"]):
+        lines = answer.headers.getall("transfer-encoding", None)
+        if lines is not None and lines != ["chunked"] and answer.transfer_codings not in ([], ["chunked"]):
             raise ReplicaLost("the body has a transfer coding that nobody asked for")
         answer.status = status
         answer.wake()
