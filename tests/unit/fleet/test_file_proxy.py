@@ -1,5 +1,7 @@
 """Files and batches through the gateway, before scripted servers."""
 
+import asyncio
+
 import pytest
 from aiohttp import web
 
@@ -35,6 +37,20 @@ async def test_everything_of_files_and_batches_reaches_a_replica_as_it_was_sent(
             answer = await running.client.request(method, running.url + path, data=body, headers=HEADERS)
             assert (answer.status, await answer.json()) == (200, {"id": "x"})
         assert [(item["method"], item["path"], item["body"]) for item in one.received] == sent
+
+
+async def test_an_upload_that_its_replica_finds_too_large_is_refused_before_all_of_it_is_sent():
+    async def refuse(replica, request):
+        assert request.content_length == 10**9
+        return web.json_response({"error": {"code": "body_too_large"}}, status=413)
+
+    async with FakeReplica(files=refuse).running() as one, running_gateway(one) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
+        writer.write(b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000000\r\n\r\n" + b"x" * 1000)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        assert b" 413 " in head and b"connection: close" in head.lower()
+        writer.close()
+        await writer.wait_closed()
 
 
 async def test_a_batch_reaches_a_replica_of_its_model():
