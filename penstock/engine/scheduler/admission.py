@@ -6,7 +6,7 @@ Foresees from the cost model, the pace and who stands before it. Changes nothing
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -14,7 +14,8 @@ from penstock.engine.scheduler.answer_lengths import AnswerLengths
 from penstock.engine.scheduler.cost_model import StepShape, with_prompt
 from penstock.engine.scheduler.load import Load, tokens_asked
 from penstock.engine.scheduler.lookout import Lookout
-from penstock.engine.scheduler.outlook import Moment, Outlook
+from penstock.engine.scheduler.outlook import Demand, Outlook
+from penstock.engine.scheduler.prompt_chunks import REST_PART
 from penstock.engine.scheduler.request_state import RequestState
 from penstock.engine.scheduler.rows import expected_endings
 from penstock.engine.scheduler.scene import Scene, scene_now
@@ -33,9 +34,6 @@ _FORESEEN_PART = 0.98  # and of the time that a forecast may use, what it may us
 _SHARED_RETRY_PART = 1.2  # where several tenants are there
 # ... and while it is only guessed how long a step takes.
 _LEAST_GUESSED_RETRY_SECONDS = 0.1
-# So many requests that ask for different things are given their own moments by one outlook. Whoever comes then is told
-# when all that is there will have ended.
-_MOST_SEARCHES = 64
 # What is named as the least to ask for: so much over what is needed, since the next forecast is not quite this one.
 _NAMED_PART = 1.05
 # The way to an idle engine (reading, tokenising) takes at most so long, or this part of the prompt's own time. Where it
@@ -212,15 +210,11 @@ class Admission:
         moments = outlook.moments
         if not moments:
             return 0.0
-        wanted, past = _wanted(request), outlook.num_past(now)
-        index = outlook.found.get(wanted)
-        if index is None or index < past:
-            if outlook.num_searches < _MOST_SEARCHES:
-                outlook.num_searches += 1
-                index = outlook.found[wanted] = self._find_moment(request, load, outlook, past)
-            else:
-                # When all that is there has ended, anything that is possible at all can be promised.
-                index = len(moments) - 1
+        demand, past = _demand(request), outlook.num_past(now)
+        index = outlook.known_moment(request.tenant, demand, past)
+        if index is None:
+            index = self._find_moment(request, load, outlook, past)
+            outlook.note_moment(request.tenant, demand, index)
         step_seconds = max([moment.rest_seconds for moment in moments[max(0, index - 1) : index + 1]])
         part = _SHARED_RETRY_PART if outlook.is_shared else _RETRY_PART
         return outlook.seconds_until(index, part, now) + step_seconds
@@ -234,7 +228,7 @@ class Admission:
         @cache
         def fits(index: int) -> bool:
             may_fit = fits_behind or moments[index].is_behind
-            return may_fit and self._fits_into(request, load, moments[index])
+            return may_fit and self._fits_into(request, load, outlook.scene(index, request.level, load))
 
         def stays(index: int) -> bool:
             return fits(index) and fits(index + 1)  # not only for a moment
@@ -242,8 +236,7 @@ class Admission:
         # Halving finds one where it stays and did not before; where there are several, perhaps not the first.
         return bisect_left(range(len(moments) - 1), True, lo=past, key=stays)
 
-    def _fits_into(self, request: RequestState, load: Load, moment: Moment) -> bool:
-        scene = moment.scene(request.level, load)
+    def _fits_into(self, request: RequestState, load: Load, scene: Scene) -> bool:
         # Whether rows will draw tokens beside it or pause for it is not foreseen.
         paused = replace(scene, decoding=StepShape(), tightest_target=None)
         return self._fits(request, load, scene) and self._fits(request, load, paused)
@@ -259,7 +252,11 @@ class Admission:
         """How long so many prompt tokens take, `chunk` of them in each step."""
         chunk = max(1, chunk)
         full_steps, rest = divmod(max(1, math.ceil(num_tokens)), chunk)
-        last = self._times.model.seconds(with_prompt(shape, rest, 0)) if rest else 0.0
+        seconds = self._times.model.seconds
+        last = seconds(with_prompt(shape, rest, 0)) if rest else 0.0
+        if full_steps and rest <= chunk * REST_PART:
+            # It runs with the tokens before it, see `PromptChunks`.
+            last = seconds(with_prompt(shape, chunk + rest, 0)) - seconds(with_prompt(shape, chunk, 0))
         return full_steps * step_seconds + last
 
     def _wait_for_place(self, request: RequestState, load: Load, scene: Scene, step_seconds: float) -> float:
@@ -284,18 +281,17 @@ class Admission:
         return (steps + max(rows_short, 1) * mean_left / max(1, num_rows)) * step_seconds
 
 
-def _wanted(request: RequestState) -> Hashable:
+def _demand(request: RequestState) -> Demand:
     """What of a request decides when it could be let in."""
+    times = (request.targets.ttft_seconds, request.targets.time_per_token_seconds, request.deadline_seconds)
     return (
-        request.level,
-        request.tenant,
+        request.level[1],
         len(request.tokens),
         tokens_asked(request),
         request.call_answers,
         request.max_total_tokens,
         request.fewest_left,
-        request.targets,
-        request.deadline_seconds,
+        *[-math.inf if seconds is None else -seconds for seconds in times],
     )
 
 

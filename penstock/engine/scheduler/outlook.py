@@ -8,9 +8,11 @@ import heapq
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
+from operator import ge
 
 from penstock.engine.scheduler.cost_model import StepShape
 from penstock.engine.scheduler.load import Load, Queue
@@ -21,6 +23,13 @@ from penstock.engine.scheduler.serving_pace import BATCH_PART, ServingPace
 from penstock.engine.scheduler.step_times import StepTimes
 from penstock.engine.scheduler.waiting_queue import AGEING_SECONDS
 
+# What of a request decides when it could be let in: who asks for more has a greater number in one place, and no smaller
+# one in any.
+Demand = tuple[float, ...]
+
+# For so many requests that ask for different things one outlook finds the moment that is theirs, and for one of each
+# tenant beyond them.
+MOST_SEARCHES = 16
 # However much the engine has taken on, it is looked at so often at most, and as often what is of a worse tier.
 _MOST_MOMENTS = 64
 # A longer backlog makes longer steps; it is looked at in parts of so many tokens.
@@ -104,9 +113,9 @@ class Outlook:
         self.behind = replace(course.moment(), is_behind=True)  # where all but a worse tier have ended
         self.moments = list(course.moments())
         self._moment_seconds = [moment.seconds for moment in self.moments]
-        # Which moment was found for what requests ask, and how often one was looked for.
-        self.found: dict[Hashable, int] = {}
-        self.num_searches = 0
+        # Which moment was found for what requests ask, by tenant.
+        self._found: dict[str, dict[Demand, int]] = {}
+        self._num_found = 0
         # What was taken in since: prompts, their tokens and those of their answers.
         self._num_added = 0
         self._added_tokens = 0
@@ -122,15 +131,50 @@ class Outlook:
         return self._version == load.version and not self._num_added
 
     def add(self, request: RequestState, answer_tokens: float) -> None:
-        """A request was taken in that this outlook does not know."""
+        """A request was taken in that this outlook does not know: what was found before it came no longer holds."""
+        self._found.clear()
         self._accounts.add(id(request.account))
         self._num_added += 1
         self._added_tokens += request.remaining
         self._added_answer_tokens += answer_tokens
 
+    def scene(self, index: int, level: LevelKey, load: Load) -> Scene:
+        """What a request of this level finds at a moment."""
+        scene = self.moments[index].scene(level, load)
+        if not self._num_added or index == len(self.moments) - 1:
+            return scene
+        # Which of the later steps is under way by then is no longer foreseen, nor whether one of those that came is.
+        _, added_seconds = self._pace.steady_step(StepShape(), None, num_prompt_tokens=self._added_tokens)
+        return replace(scene, rest_seconds=max(added_seconds, self._longest_rests[index]))
+
+    @cached_property
+    def _longest_rests(self) -> Sequence[float]:
+        """The longest step from each moment on."""
+        return list(accumulate([moment.rest_seconds for moment in reversed(self.moments)], max))[::-1]
+
     def num_past(self, now: float) -> int:
         """How many of the moments have been."""
         return bisect_left(self._moment_seconds, now - self._began)
+
+    def known_moment(self, tenant: str, demand: Demand, past: int) -> int | None:
+        """Return the moment that is told to who asks for this; None if one is to be looked for.
+
+        Once that was done often enough, it is that of another who asked for no less, or the last one: when all that is
+        there has ended, whatever is possible at all can be promised. A tenant's first one is always looked for.
+        """
+        found = self._found.get(tenant, {})
+        index = found.get(demand)
+        if index is not None and index >= past:
+            return index
+        if self._num_found < MOST_SEARCHES or not found:
+            return None
+        enough = [other for asked, other in found.items() if other >= past and all(map(ge, asked, demand))]
+        return min(enough, default=len(self.moments) - 1)
+
+    def note_moment(self, tenant: str, demand: Demand, index: int) -> None:
+        """A moment was found for who asks for this."""
+        self._found.setdefault(tenant, {})[demand] = index
+        self._num_found += 1
 
     def seconds_until(self, index: int, part: float, now: float) -> float:
         """How long until a moment, if all before it takes `part` of what was foreseen.
