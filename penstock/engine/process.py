@@ -59,6 +59,8 @@ _IDLE_STATS_SECONDS = 0.05
 # nothing, tens of megabytes that prompts of all lengths fill over hours. So many are enough for batches that decode;
 # those of prompts are made anew, which takes no time beside the product.
 _PRODUCT_CACHE_VARIABLE, _PRODUCT_CACHE_SIZE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256"
+# A step that is due waits for so many refusals at most: there is no bound to how many come.
+_MOST_REFUSALS = 16
 # A moment is idle once nobody has come for so long: a caller who asks one thing after another must not wait for chores.
 _QUIET_SECONDS = 0.25
 
@@ -80,6 +82,7 @@ class EngineProcess:
         self._busy_at = 0.0
         self._has_chores = True  # what the runner would use idle moments for
         self._stopping = False
+        self._num_refused = 0  # of the frames that are being taken in
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         # Events must never be dropped: a slow worker's queue grows, and the worker bounds its own clients.
@@ -137,7 +140,9 @@ class EngineProcess:
             self._take_frames()
 
     def _take_frames(self) -> None:
-        while True:
+        """Take in what is there, and leave it to the next turn where many are refused: those that run go on first."""
+        self._num_refused = 0
+        while self._num_refused < _MOST_REFUSALS:
             try:
                 client, frame = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -148,7 +153,9 @@ class EngineProcess:
         message = decode_to_engine(frame)
         match message:
             case Submit():
-                self._send(self._engine.submit(message, client))
+                refusals = self._engine.submit(message, client)
+                self._num_refused += len(refusals)
+                self._send(refusals)
             case Abort(request_ids, reason):
                 self._send(self._engine.abort(client, request_ids, reason))
             case Hello():

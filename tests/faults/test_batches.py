@@ -97,7 +97,7 @@ def test_a_killed_engine_and_a_killed_worker_cost_no_line_and_double_none(server
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-def test_another_server_goes_on_where_one_was_killed_with_all_its_processes(servers):
+def test_another_server_goes_on_where_one_was_killed_with_all_its_processes(servers, patience):
     count = 300
     with servers.start("--workers", "2") as first, servers.start() as second:
         first.wait_ready()
@@ -106,6 +106,11 @@ def test_another_server_goes_on_where_one_was_killed_with_all_its_processes(serv
         servers.wait_for(second, batch_id, 20)
         for pid in [*first.children("penstock.server.worker"), first.engine_pid, first.process.pid]:
             os.kill(pid, signal.SIGKILL)
+        num_before = servers.look(second, batch_id)["request_counts"]["completed"]
+        seconds = until(
+            lambda: servers.look(second, batch_id)["request_counts"]["completed"] > num_before, 60, "another answer"
+        )
+        assert seconds < 20.0 * patience
         batch = servers.wait_end(second, batch_id)
         servers.check(second, batch, count)
 

@@ -5,13 +5,20 @@ Foresees from the cost model, the pace and who stands before it. Changes nothing
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
+from penstock.engine.scheduler.answer_lengths import AnswerLengths
 from penstock.engine.scheduler.cost_model import StepShape, with_prompt
-from penstock.engine.scheduler.load import Load, expected_endings, tokens_asked
-from penstock.engine.scheduler.outlook import Outlook, Scene, scene_now
+from penstock.engine.scheduler.load import Load, tokens_asked
+from penstock.engine.scheduler.lookout import Lookout
+from penstock.engine.scheduler.outlook import Demand, Outlook
+from penstock.engine.scheduler.prompt_chunks import REST_PART
 from penstock.engine.scheduler.request_state import RequestState
+from penstock.engine.scheduler.rows import expected_endings
+from penstock.engine.scheduler.scene import Scene, scene_now
 from penstock.engine.scheduler.serving_pace import ServingPace
 from penstock.engine.scheduler.step_times import StepTimes
 from penstock.errors import Overloaded, TargetUnreachable
@@ -52,6 +59,7 @@ class Admission:
     def __init__(self, times: StepTimes, pace: ServingPace) -> None:
         self._times = times
         self._pace = pace
+        self._lookout = Lookout(times, pace)
 
     def due(self, arrival: float, num_prompt_tokens: int, ttft_seconds: float | None) -> float:
         """When a prompt must begin to run to be in time."""
@@ -163,20 +171,20 @@ class Admission:
 
     def place_seconds(self, load: Load, num_endings: int, now: float) -> float:
         """How long until so many requests have ended: a place in a full queue is free only then."""
-        decoding = [other for other in load.running if other.remaining <= 1]
-        starting = [other for other in load.running if other.remaining > 1]
-        starting += itertools.islice(load.waiting, load.num_free_rows)
-        shape = StepShape(len(decoding), sum([other.computed for other in decoding]))
+        groups = load.rows.groups
+        starting = [*load.rows.prompts, *itertools.islice(load.waiting, load.num_free_rows)]
+        num_drawing = sum([group.num_drawing for group in groups])
+        shape = StepShape(num_drawing, sum([group.context_tokens for group in groups]))
         chunk, step_seconds = self._pace.steady_step(shape, None)
         prompt_tokens = sum([other.remaining for other in starting])
         prompt_steps = prompt_tokens / max(1, chunk)
-        endings = [steps for steps, _ in expected_endings(decoding, load.lengths)]
+        endings = [*load.rows.drawing_endings.steps]
         endings += [prompt_steps + steps for steps, _ in expected_endings(starting, load.lengths)]
         endings.sort()
         steps = _steps_until(num_endings, endings, load.lengths.mean_tokens)
         seconds = max(0.0, self._times.free_at(now) - now) + min(steps, prompt_steps) * step_seconds
         if steps > prompt_steps:
-            rows = len(decoding) + len(starting)
+            rows = num_drawing + len(starting)
             after = StepShape(rows, shape.context_tokens + prompt_tokens)
             seconds += (steps - prompt_steps) * self._times.model.seconds(after)
         least = _LEAST_RETRY_SECONDS if self._times.model.is_trusted else _LEAST_GUESSED_RETRY_SECONDS
@@ -192,23 +200,46 @@ class Admission:
         context = shape.context_tokens + call.num_rows * (num_each - 1) // 2
         return num_steps * self._times.model.seconds(StepShape(shape.num_rows, context))
 
+    def note_taken(self, request: RequestState, lengths: AnswerLengths) -> None:
+        """A request was let in: whoever is refused from now on waits for it too."""
+        self._lookout.add(request, lengths.expected_left(request))
+
     def _wait(self, request: RequestState, load: Load, now: float) -> float:
         """How long until all of the request's terms could be kept, if nobody else came."""
-        seconds = step_seconds = 0.0
-        has_fitted = False
-        outlook = Outlook(request, load, self._times, self._pace, now)
+        outlook = self._lookout.look(request.level[0], load, now)
+        moments = outlook.moments
+        if not moments:
+            return 0.0
+        demand, past = _demand(request), outlook.num_past(now)
+        index = outlook.known_moment(request.tenant, demand, past)
+        if index is None:
+            index = self._find_moment(request, load, outlook, past)
+            outlook.note_moment(request.tenant, demand, index)
+        step_seconds = max([moment.rest_seconds for moment in moments[max(0, index - 1) : index + 1]])
+        part = _SHARED_RETRY_PART if outlook.is_shared else _RETRY_PART
+        return outlook.seconds_until(index, part, now) + step_seconds
+
+    def _find_moment(self, request: RequestState, load: Load, outlook: Outlook, past: int) -> int:
+        """Return from which moment on the request's terms could be kept: the last one where no other is found."""
+        moments = outlook.moments
         # Others may be done sooner than is foreseen: then it must be in time behind them too.
-        fits_behind = self._fits(request, load, outlook.scene_behind())
-        room = request.targets.ttft_seconds
-        for scene in outlook.scenes(math.inf if room is None else room * _TTFT_PART):
-            # Whether rows will draw tokens beside it or pause for it is not foreseen.
-            views = (scene, replace(scene, decoding=StepShape(), tightest_target=None))
-            fits = (fits_behind or scene.is_behind) and all(self._fits(request, load, view) for view in views)
-            if fits and has_fitted:
-                break  # it was not only for a moment
-            step_seconds = max(step_seconds, scene.rest_seconds) if fits else scene.rest_seconds
-            seconds, has_fitted = scene.seconds, fits
-        return seconds * (_SHARED_RETRY_PART if outlook.is_shared else _RETRY_PART) + step_seconds
+        fits_behind = self._fits(request, load, outlook.behind.scene(request.level, load))
+
+        @cache
+        def fits(index: int) -> bool:
+            may_fit = fits_behind or moments[index].is_behind
+            return may_fit and self._fits_into(request, load, outlook.scene(index, request.level, load))
+
+        def stays(index: int) -> bool:
+            return fits(index) and fits(index + 1)  # not only for a moment
+
+        # Halving finds one where it stays and did not before; where there are several, perhaps not the first.
+        return bisect_left(range(len(moments) - 1), True, lo=past, key=stays)
+
+    def _fits_into(self, request: RequestState, load: Load, scene: Scene) -> bool:
+        # Whether rows will draw tokens beside it or pause for it is not foreseen.
+        paused = replace(scene, decoding=StepShape(), tightest_target=None)
+        return self._fits(request, load, scene) and self._fits(request, load, paused)
 
     def _fits(self, request: RequestState, load: Load, scene: Scene) -> bool:
         return self.check(request, self._forecast(request, load, scene), _FORESEEN_PART) is None
@@ -221,33 +252,47 @@ class Admission:
         """How long so many prompt tokens take, `chunk` of them in each step."""
         chunk = max(1, chunk)
         full_steps, rest = divmod(max(1, math.ceil(num_tokens)), chunk)
-        last = self._times.model.seconds(with_prompt(shape, rest, 0)) if rest else 0.0
+        seconds = self._times.model.seconds
+        last = seconds(with_prompt(shape, rest, 0)) if rest else 0.0
+        if full_steps and rest <= chunk * REST_PART:
+            # It runs with the tokens before it, see `PromptChunks`.
+            last = seconds(with_prompt(shape, chunk + rest, 0)) - seconds(with_prompt(shape, chunk, 0))
         return full_steps * step_seconds + last
 
     def _wait_for_place(self, request: RequestState, load: Load, scene: Scene, step_seconds: float) -> float:
         """How long until requests have ended that hold the rows and blocks which those ahead and this one need."""
-        if scene.may_displace:
-            return 0.0
         ahead, mean = scene.ahead, load.lengths.mean_tokens
         num_waiting = ahead.requests - ahead.placed_requests
         rows_short = math.ceil(num_waiting) + 1 - scene.num_free_rows
         own = min(len(request.tokens) + mean, request.max_total_tokens)
         wanted = ahead.tokens - ahead.placed_tokens + mean * num_waiting + own
         blocks_short = wanted / load.block_tokens - scene.num_free_blocks
-        if rows_short <= 0 and blocks_short <= 0:
+        if (rows_short <= 0 and blocks_short <= 0) or scene.may_displace():
             return 0.0
-        steps = 0.0
-        for left, blocks in scene.endings():
-            steps = left
-            rows_short -= 1
-            blocks_short -= blocks
-            if rows_short <= 0 and blocks_short <= 0:
-                return steps * step_seconds
+        endings = scene.endings()
+        steps = endings.until(rows_short, blocks_short)
+        if steps is not None:
+            return steps * step_seconds
         # Those ahead must end too before it is this one's turn.
-        answers = scene.waiting_answers()
-        mean_left = sum(answers) / len(answers) if answers else mean
+        steps = endings.steps[-1] if endings.steps else 0.0
+        rows_short -= len(endings.steps)
+        mean_left = scene.mean_waiting_answer() or mean
         num_rows = len(load.running) + load.num_free_rows
         return (steps + max(rows_short, 1) * mean_left / max(1, num_rows)) * step_seconds
+
+
+def _demand(request: RequestState) -> Demand:
+    """What of a request decides when it could be let in."""
+    times = (request.targets.ttft_seconds, request.targets.time_per_token_seconds, request.deadline_seconds)
+    return (
+        request.level[1],
+        len(request.tokens),
+        tokens_asked(request),
+        request.call_answers,
+        request.max_total_tokens,
+        request.fewest_left,
+        *[-math.inf if seconds is None else -seconds for seconds in times],
+    )
 
 
 def _deadline_room(request: RequestState) -> float:

@@ -73,10 +73,20 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     def prompt_tokens_within(self, seconds: float, shape: StepShape, context: int, most: int) -> int:
         """How many prompt tokens, `context` behind the start of theirs, fit beside `shape` into a step so long."""
+        # What `seconds` says of `with_prompt`, without making a shape of each size that is tried: there are dozens of
+        # them for every request that comes.
+        each_pair, knees = self.prompt_pair, self.tokens_beyond
+        least = self.fixed + self.row * shape.num_rows + self.context_token * shape.context_tokens
+        num_others, num_pairs = shape.num_rows + shape.prompt_tokens, shape.prompt_pairs
         low, high = 0, max(0, most)
         while low < high:
             middle = (low + high + 1) // 2
-            if self.seconds(with_prompt(shape, middle, context)) <= seconds:
+            pairs = num_pairs + middle * context + middle * (middle + 1) // 2
+            total = least + (self.prompt_step + each_pair * pairs)
+            for knee, each in knees:
+                if num_others + middle > knee:
+                    total += each * (num_others + middle - knee)
+            if total <= seconds:
                 low = middle
             else:
                 high = middle - 1

@@ -5,6 +5,7 @@ steps.
 """
 
 from collections.abc import Callable
+from functools import cache
 
 from penstock.engine.scheduler.calls import Calls
 from penstock.engine.scheduler.foresight import Foresight
@@ -12,6 +13,7 @@ from penstock.engine.scheduler.load import Load
 from penstock.engine.scheduler.placement import Placement
 from penstock.engine.scheduler.queue_places import QueuePlaces
 from penstock.engine.scheduler.request_state import RequestState
+from penstock.engine.scheduler.rows import Rows
 from penstock.errors import DeadlineExceeded, Overloaded, PenstockError
 
 # Where nothing is foreseen.
@@ -35,6 +37,9 @@ class Entrance:
         self._calls = Calls()
         self._places = QueuePlaces(placement, max_running=max_running, max_waiting=max_waiting)
         self._clock = clock
+        self._rows, self._rows_version = Rows((), placement.lengths), -1
+        self._mean_answer: float | None = None
+        self._mean_answer_of = (-1, 0)  # version, and how many waited
 
     def admit(self, request: RequestState) -> None:
         """Raise if there is no place for the request's call, or if it would be too late."""
@@ -54,8 +59,34 @@ class Entrance:
         """Keep no places for what a client has not sent: it is gone."""
         self._calls.forget(client)
 
+    def load(self, request: RequestState | None = None) -> Load:
+        """What the engine has taken on, as the request finds it."""
+        placement = self._placement
+        if self._rows_version != placement.version:
+            self._rows, self._rows_version = Rows(placement.running, placement.lengths), placement.version
+        return Load(
+            running=placement.running,
+            rows=self._rows,
+            version=placement.version,
+            waiting=placement.waiting,
+            num_free_rows=len(placement.free_rows),
+            num_free_blocks=placement.num_unpromised_blocks,
+            block_tokens=placement.cache.block_tokens,
+            lengths=placement.lengths,
+            mean_waiting_answer=self._mean_waiting_answer,
+            may_displace=cache(lambda: request is not None and placement.displaced_by(request) is not None),
+        )
+
+    def _mean_waiting_answer(self) -> float | None:
+        waiting, lengths = self._placement.waiting, self._placement.lengths
+        if self._mean_answer_of != (self._placement.version, len(waiting)):
+            self._mean_answer_of = (self._placement.version, len(waiting))
+            answers = [lengths.expected_left(other) for other in waiting]
+            self._mean_answer = sum(answers) / len(answers) if answers else None
+        return self._mean_answer
+
     def _check_call(self, request: RequestState) -> None:
-        now, load, refused = self._clock(), load_of(self._placement, request), self._placement.metrics.num_refused
+        now, load, refused = self._clock(), self.load(request), self._placement.metrics.num_refused
         admission = None if self._foresight is None else self._foresight.admission
         unreachable = None if admission is None else admission.find_unreachable(request, load, now)
         if unreachable is not None:
@@ -82,16 +113,3 @@ class Entrance:
         if reason is not None:
             self._placement.metrics.num_refused[reason] += 1
             raise foresight.admission.refusal(reason, request, forecast, load, now)
-
-
-def load_of(placement: Placement, request: RequestState | None = None) -> Load:
-    """What the engine has taken on, as the request finds it."""
-    return Load(
-        running=placement.running,
-        waiting=placement.waiting,
-        num_free_rows=len(placement.free_rows),
-        num_free_blocks=placement.num_unpromised_blocks,
-        block_tokens=placement.cache.block_tokens,
-        lengths=placement.lengths,
-        may_displace=request is not None and placement.displaced_by(request) is not None,
-    )

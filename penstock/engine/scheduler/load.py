@@ -3,13 +3,13 @@
 Looks at requests; changes nothing. Knows nothing of time.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.engine.scheduler.answer_lengths import AnswerLengths
 from penstock.engine.scheduler.cost_model import StepShape
-from penstock.engine.scheduler.request_state import RequestState, TenantAccount
+from penstock.engine.scheduler.request_state import LevelKey, RequestState, TenantAccount
+from penstock.engine.scheduler.rows import Rows
 from penstock.engine.scheduler.waiting_queue import WaitingQueue
 
 
@@ -18,12 +18,15 @@ class Load:
     """What the engine has taken on."""
 
     running: Sequence[RequestState]
+    rows: Rows  # the same, added up
+    version: int  # another one after each step, and when somebody has left
     waiting: WaitingQueue
     num_free_rows: int
     num_free_blocks: int  # nobody's, and promised to nobody
     block_tokens: int
     lengths: AnswerLengths
-    may_displace: bool  # the request would get a row although none is free
+    may_displace: Callable[[], bool]  # whether the request would get a row although none is free
+    mean_waiting_answer: Callable[[], float | None]  # tokens that those who wait will draw; None where nobody does
 
     def call_shape(self, request: RequestState) -> StepShape:
         """A step that draws a token of each answer of the request's call, or of as many as have rows at once."""
@@ -41,12 +44,12 @@ class Queue:
     placed_tokens: float = 0.0
     placed_requests: float = 0.0
 
-    def add(self, num_tokens: int, num_requests: int, *, is_placed: bool) -> None:
-        """A request of so many tokens comes (1) or goes (-1)."""
-        self.tokens += num_tokens * num_requests
+    def add(self, num_tokens: float, num_requests: float, *, is_placed: bool) -> None:
+        """Requests of so many tokens together come, or go where both are below zero."""
+        self.tokens += num_tokens
         self.requests += num_requests
         if is_placed:
-            self.placed_tokens += num_tokens * num_requests
+            self.placed_tokens += num_tokens
             self.placed_requests += num_requests
 
 
@@ -71,11 +74,11 @@ class Claim:
         counter += (own.waiting_tokens + tokens_asked(request)) * own.prompt_cost
         return cls(request, share, counter - load.waiting.quantum / own.weight)
 
-    def passes(self, other: RequestState) -> bool:
-        """Whether the request's prompt runs before another's, and without its answer's tokens."""
-        if other.level != self.request.level:
-            return other.level > self.request.level
-        return other.account is not self.request.account and self.outranks(other.account)
+    def passes(self, level: LevelKey, account: TenantAccount) -> bool:
+        """Whether the request's prompt runs before a tenant's of this level, and without its answers' tokens."""
+        if level != self.request.level:
+            return level > self.request.level
+        return account is not self.request.account and self.outranks(account)
 
     def outranks(self, account: TenantAccount) -> bool:
         """Whether a tenant of the same level has more than the request's will, until its prompt has run."""
@@ -84,12 +87,12 @@ class Claim:
         return has_more_rows and account.counter >= self.least_counter
 
 
-def ahead_of(request: RequestState, load: Load) -> Queue:
+def ahead_of(claim: Claim, load: Load) -> Queue:
     """Everything that runs before the request's first token: prompts under way, and who waits in front of it."""
-    claim, queue = Claim.of(request, load), Queue()
-    for other in load.running:
-        if other.remaining > 1 and not claim.passes(other):
-            queue.add(other.remaining, 1, is_placed=True)
+    request, queue = claim.request, Queue()
+    for group in load.rows.groups:
+        if group.num_prompts and not claim.passes(group.level, group.account):
+            queue.add(group.prompt_tokens, group.num_prompts, is_placed=True)
     own = request.account
     before = [entry[2].queued_tokens for entry in own.waiting if entry[0] <= request.due]
     own_tokens = sum(before)
@@ -115,14 +118,3 @@ def ahead_of(request: RequestState, load: Load) -> Queue:
 def _part_before(account: TenantAccount, turn: float) -> float:
     tokens = (turn - account.counter) / account.prompt_cost
     return min(1.0, max(0.0, tokens / account.waiting_tokens))
-
-
-def expected_endings(requests: Sequence[RequestState], lengths: AnswerLengths) -> list[tuple[float, int]]:
-    """(steps until then, blocks that it frees) of one request's end after another."""
-    by_limit = sorted((lengths.most_left(request), len(request.cache.blocks)) for request in requests)
-    chance = sum([lengths.chance_to_stop(request) for request in requests])
-    # By chance so many stop in each step, whichever they are; who has not stopped ends at its limit.
-    return [
-        (min(float(most), count / chance if chance else math.inf), blocks)
-        for count, (most, blocks) in enumerate(by_limit, start=1)
-    ]

@@ -1,69 +1,89 @@
 """What a request that comes later would find, if nobody else came: how the engine's load goes on.
 
-Follows prompts and answers from one end to the next, rather slower than they go. Changes nothing. Knows nothing of
-refusals.
+Follows prompts and answers from one end to the next, rather slower than they go, and keeps what there is at some of
+these moments, so that many requests can be looked at with one outlook. Changes nothing. Knows nothing of refusals.
 """
 
 import heapq
 import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from operator import ge
 
 from penstock.engine.scheduler.cost_model import StepShape
-from penstock.engine.scheduler.load import Claim, Load, Queue, ahead_of, expected_endings
+from penstock.engine.scheduler.load import Load, Queue
 from penstock.engine.scheduler.request_state import LevelKey, RequestState
+from penstock.engine.scheduler.rows import Endings, expected_endings
+from penstock.engine.scheduler.scene import Scene
 from penstock.engine.scheduler.serving_pace import BATCH_PART, ServingPace
 from penstock.engine.scheduler.step_times import StepTimes
 from penstock.engine.scheduler.waiting_queue import AGEING_SECONDS
 
-# However much the engine has taken on, it is looked at so often at most.
-_MOST_SCENES = 64
-# Prompts that take so many times as long as there is time need not be looked at more closely.
-_FAR_TIMES = 2.0
+# What of a request decides when it could be let in: who asks for more has a greater number in one place, and no smaller
+# one in any.
+Demand = tuple[float, ...]
+
+# For so many requests that ask for different things one outlook finds the moment that is theirs, and for one of each
+# tenant beyond them.
+MOST_SEARCHES = 16
+# However much the engine has taken on, it is looked at so often at most, and as often what is of a worse tier.
+_MOST_MOMENTS = 64
 # A longer backlog makes longer steps; it is looked at in parts of so many tokens.
 _BACKLOG_TOKENS = 4096
 # While prompts of several tenants run, rows pause for some of them: they draw a token in this part of the steps.
 _SHARED_DRAW_PART = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """What decides about a request's first token, at one moment."""
+@dataclass(frozen=True)
+class Moment:
+    """What there is when some of the load has ended."""
 
-    seconds: float  # from now on
-    rest_seconds: float  # until the steps under way are done
-    decoding: StepShape  # a step of all that draw tokens and do not give way to the request
-    tightest_target: float | None  # the least time per token that was promised to one of those
-    ahead: Queue
-    is_behind: bool  # all but a worse tier have ended
-    has_prompts: bool  # before it or behind it: with its last tokens others' run
+    seconds: float  # from when the load was looked at
+    rest_seconds: float
+    decoding: StepShape
+    tightest_target: float | None
+    # By level: tokens and requests of all prompts that are left, and of those that have their rows.
+    prompts: Sequence[tuple[LevelKey, float, float, float, float]]
+    is_behind: bool
     num_free_rows: int
     num_free_blocks: int
-    may_displace: bool  # the request would get a row although none is free
-    endings: Callable[[], Sequence[tuple[float, int]]]  # of those that have rows, see `expected_endings`
-    waiting_answers: Callable[[], Sequence[float]]  # tokens that each of those who wait will draw
+    rows: Sequence[tuple[float, int]]  # steps until their ends, more `steps`, and the blocks that these free
+    steps: float
+    mean_waiting_answer: float | None
 
+    def scene(self, level: LevelKey, load: Load) -> Scene:
+        """What a request of this level finds then."""
+        return Scene(
+            rest_seconds=self.rest_seconds,
+            decoding=self.decoding,
+            tightest_target=self.tightest_target,
+            ahead=self._ahead(level),
+            is_behind=self.is_behind,
+            has_prompts=bool(self.prompts),
+            num_free_rows=self.num_free_rows,
+            num_free_blocks=self.num_free_blocks,
+            may_displace=(lambda: True) if self.is_behind else load.may_displace,
+            endings=lambda: self._endings,
+            mean_waiting_answer=lambda: self.mean_waiting_answer,
+        )
 
-def scene_now(request: RequestState, load: Load, times: StepTimes, now: float) -> Scene:
-    """What the request finds where it comes now."""
-    claim = Claim.of(request, load)
-    decoding = [other for other in load.running if other.remaining <= 1 and not _pauses(other, claim)]
-    return Scene(
-        seconds=0.0,
-        rest_seconds=max(0.0, times.free_at(now) - now),
-        decoding=StepShape(len(decoding), sum([other.computed for other in decoding])),
-        tightest_target=_tightest(decoding),
-        ahead=ahead_of(request, load),
-        is_behind=False,
-        has_prompts=any([other.remaining > 1 and _is_beside(other, request) for other in load.running])
-        or any([_is_beside(other, request) for other in load.waiting]),
-        num_free_rows=load.num_free_rows,
-        num_free_blocks=load.num_free_blocks,
-        may_displace=load.may_displace,
-        endings=lambda: expected_endings(load.running, load.lengths),
-        waiting_answers=lambda: [load.lengths.expected_left(other) for other in load.waiting],
-    )
+    def _ahead(self, level: LevelKey) -> Queue:
+        """All prompts that are left: whoever comes later is due later, and others have risen."""
+        queue, (tier, rank) = Queue(), level
+        worst = (tier, rank + 1 + int(self.seconds / AGEING_SECONDS))
+        for other, tokens, requests, placed_tokens, placed_requests in self.prompts:
+            if other <= worst:
+                queue.add(tokens - placed_tokens, requests - placed_requests, is_placed=False)
+                queue.add(placed_tokens, placed_requests, is_placed=True)
+        return queue
+
+    @cached_property
+    def _endings(self) -> Endings:
+        return Endings([(end - self.steps, num_blocks) for end, num_blocks in sorted(self.rows)])
 
 
 @dataclass(slots=True)
@@ -77,13 +97,121 @@ class _Prompt:
 
 
 class Outlook:
-    """The load as one request sees it: what is of a worse tier goes on when the others have ended, and gives way."""
+    """The load as one tier sees it: what is of a worse one goes on when the others have ended, and gives way."""
 
-    def __init__(self, request: RequestState, load: Load, times: StepTimes, pace: ServingPace, now: float) -> None:
+    def __init__(self, tier: int, load: Load, times: StepTimes, pace: ServingPace, now: float) -> None:
+        self._times = times
+        self._pace = pace
+        self._began = now
+        self._version = load.version
+        present = [*load.running, *load.waiting]
+        members = [other for other in present if other.level[0] <= tier]
+        self._accounts = {id(other.account) for other in members}
+        self.num_followed = len(present)
+        others = [other for other in present if other.level[0] > tier]
+        course = _Course(members, others, load, times, pace, now, is_shared=self.is_shared)
+        self.behind = replace(course.moment(), is_behind=True)  # where all but a worse tier have ended
+        self.moments = list(course.moments())
+        self._moment_seconds = [moment.seconds for moment in self.moments]
+        # Which moment was found for what requests ask, by tenant.
+        self._found: dict[str, dict[Demand, int]] = {}
+        self._num_found = 0
+        # What was taken in since: prompts, their tokens and those of their answers.
+        self._num_added = 0
+        self._added_tokens = 0
+        self._added_answer_tokens = 0.0
+
+    @property
+    def is_shared(self) -> bool:
+        """Between tenants it is not foreseen whose turn comes when."""
+        return len(self._accounts) > 1
+
+    def is_true(self, load: Load) -> bool:
+        """Whether the load is still the one that was looked at."""
+        return self._version == load.version and not self._num_added
+
+    def add(self, request: RequestState, answer_tokens: float) -> None:
+        """A request was taken in that this outlook does not know: what was found before it came no longer holds."""
+        self._found.clear()
+        self._accounts.add(id(request.account))
+        self._num_added += 1
+        self._added_tokens += request.remaining
+        self._added_answer_tokens += answer_tokens
+
+    def scene(self, index: int, level: LevelKey, load: Load) -> Scene:
+        """What a request of this level finds at a moment."""
+        scene = self.moments[index].scene(level, load)
+        if not self._num_added or index == len(self.moments) - 1:
+            return scene
+        # Which of the later steps is under way by then is no longer foreseen, nor whether one of those that came is.
+        _, added_seconds = self._pace.steady_step(StepShape(), None, num_prompt_tokens=self._added_tokens)
+        return replace(scene, rest_seconds=max(added_seconds, self._longest_rests[index]))
+
+    @cached_property
+    def _longest_rests(self) -> Sequence[float]:
+        """The longest step from each moment on."""
+        return list(accumulate([moment.rest_seconds for moment in reversed(self.moments)], max))[::-1]
+
+    def num_past(self, now: float) -> int:
+        """How many of the moments have been."""
+        return bisect_left(self._moment_seconds, now - self._began)
+
+    def known_moment(self, tenant: str, demand: Demand, past: int) -> int | None:
+        """Return the moment that is told to who asks for this; None if one is to be looked for.
+
+        Once that was done often enough, it is that of another who asked for no less, or the last one: when all that is
+        there has ended, whatever is possible at all can be promised. A tenant's first one is always looked for.
+        """
+        found = self._found.get(tenant, {})
+        index = found.get(demand)
+        if index is not None and index >= past:
+            return index
+        if self._num_found < MOST_SEARCHES or not found:
+            return None
+        enough = [other for asked, other in found.items() if other >= past and all(map(ge, asked, demand))]
+        return min(enough, default=len(self.moments) - 1)
+
+    def note_moment(self, tenant: str, demand: Demand, index: int) -> None:
+        """A moment was found for who asks for this."""
+        self._found.setdefault(tenant, {})[demand] = index
+        self._num_found += 1
+
+    def seconds_until(self, index: int, part: float, now: float) -> float:
+        """How long until a moment, if all before it takes `part` of what was foreseen.
+
+        As if whatever was taken in since ran alone, one after the other: beside others it takes less.
+        """
+        return max(0.0, self._began + part * (self._moment_seconds[index] + self._added_seconds()) - now)
+
+    def _added_seconds(self) -> float:
+        if not self._num_added:
+            return 0.0
+        chunk, step_seconds = self._pace.steady_step(StepShape(), None)
+        num_steps = self._num_added + self._added_tokens / max(1, chunk)
+        context = self._added_tokens + int(self._added_answer_tokens)
+        return num_steps * step_seconds + self._added_answer_tokens * self._times.model.seconds(StepShape(1, context))
+
+
+class _Course:
+    """The load on its way to its end."""
+
+    def __init__(
+        self,
+        members: Sequence[RequestState],
+        others: Sequence[RequestState],
+        load: Load,
+        times: StepTimes,
+        pace: ServingPace,
+        now: float,
+        *,
+        is_shared: bool,
+    ) -> None:
+        self._is_shared = is_shared
         self._load = load
         self._times = times
         self._pace = pace
-        self._level = request.level
+        self._members = members
+        self._others = others  # of a worse tier
         self._seconds = max(0.0, times.free_at(now) - now)
         self._steps = 0.0
         self._context = 0.0
@@ -92,38 +220,54 @@ class Outlook:
         # When a row's answer ends, in steps from now on, and the blocks that it frees.
         self._rows: list[tuple[float, int]] = []
         self._prompts: deque[_Prompt] = deque()
+        self._queues: dict[LevelKey, Queue] = {}  # the same by level
         self._num_prompt_tokens = 0
-        self._num_risen = 1  # by how many levels those who wait will have risen
-        self._ahead = Queue()
+        self._waiting_answer_tokens = 0.0
         self._steady: dict[tuple[int, int], tuple[int, float]] = {}  # by rows and prompt tokens
-        present = [*load.running, *load.waiting]
-        self._members = [other for other in present if _is_beside(other, request)]
-        self._others = [other for other in present if not _is_beside(other, request)]
-        self._tightest = _tightest(self._members)
-        self._is_promised = any([other.targets.ttft_seconds or other.deadline_seconds for other in present])
-        # Between tenants it is not foreseen whose turn comes when.
-        self.is_shared = len({id(other.account) for other in self._members}) > 1
+        self._tightest = _tightest(members)
+        self._is_promised = any([other.targets.ttft_seconds or other.deadline_seconds for other in (*members, *others)])
         self._gives_way = False
-        self._others_seconds = self._longest_step(self._others)
+        self._others_seconds = self._longest_step(others)
 
-    def scene_behind(self) -> Scene:
-        """What the request would find where all but a worse tier have ended."""
-        return replace(self._scene(), decoding=StepShape(), ahead=Queue(), may_displace=True)
-
-    def scenes(self, room: float) -> Iterator[Scene]:
-        """Yield what the request would find, later and later, until nothing is left of the load.
-
-        What is far from giving it its first token within `room` seconds is left out.
-        """
+    def moments(self) -> Iterator[Moment]:
+        """Yield what there is, later and later, until nothing is left of the load."""
         # Rows of a worse tier are there for whoever comes.
         num_lent = sum([other.row is not None for other in self._others])
         self._num_free_rows += num_lent
         self._take_in(self._members)
-        yield from self._play(room)
+        yield from self._play()
         self._num_free_rows -= num_lent
         self._gives_way = True
         self._take_in(self._others)
-        yield from self._play(room)
+        yield from self._play()
+
+    def moment(self) -> Moment:
+        """What there is now."""
+        shape = self._shape
+        rest = self._times.model.seconds(shape) if self._rows else 0.0
+        if self._prompts:
+            rest = self._steady_step()[1]
+        return Moment(
+            seconds=self._seconds,
+            # The others may be at it by then: what is before them may have taken less time than is foreseen.
+            rest_seconds=rest if self._gives_way else max(self._slowed(rest), self._others_seconds),
+            decoding=StepShape() if self._gives_way else shape,
+            tightest_target=self._tightest if self._rows and not self._gives_way else None,
+            prompts=() if self._gives_way else self._prompts_left(),
+            is_behind=self._gives_way,
+            num_free_rows=self._num_free_rows,
+            num_free_blocks=self._num_free_blocks,
+            rows=self._rows.copy(),
+            steps=self._steps,
+            mean_waiting_answer=self._waiting_answer_tokens / len(self._prompts) if self._prompts else None,
+        )
+
+    def _prompts_left(self) -> Sequence[tuple[LevelKey, float, float, float, float]]:
+        return [
+            (level, queue.tokens, queue.requests, queue.placed_tokens, queue.placed_requests)
+            for level, queue in self._queues.items()
+            if queue.requests
+        ]
 
     def _take_in(self, requests: Sequence[RequestState]) -> None:
         running = [other for other in requests if other.row is not None]
@@ -131,29 +275,30 @@ class Outlook:
         self._context += sum([other.computed for other in decoding])
         self._rows = [(self._steps + left, blocks) for left, blocks in expected_endings(decoding, self._load.lengths)]
         heapq.heapify(self._rows)
-        self._prompts.extend(self._prompt(other) for other in running if other.remaining > 1)
-        waiting = [self._prompt(other) for other in sorted(requests, key=_urgency) if other.row is None]
-        if self.is_shared:
+        self._prompts.extend([self._prompt(other) for other in running if other.remaining > 1])
+        waiting = sorted([other for other in requests if other.row is None], key=_urgency)
+        prompts = [self._prompt(other) for other in waiting]
+        if self._is_shared:
             # With the longest answers last rows are free the latest.
-            waiting.sort(key=_length)
-        self._prompts.extend(waiting)
+            prompts.sort(key=_length)
+        self._prompts.extend(prompts)
         self._num_prompt_tokens = sum([prompt.tokens for prompt in self._prompts])
-        self._ahead = self._find_ahead()
+        self._waiting_answer_tokens = sum([prompt.answer_tokens for prompt in self._prompts])
+        self._queues.clear()
+        for prompt in self._prompts:
+            queue = self._queues.setdefault(prompt.level, Queue())
+            queue.add(prompt.tokens, 1, is_placed=prompt.has_row)
         self._steady.clear()
 
-    def _play(self, room: float) -> Iterator[Scene]:
-        num_events = max(1, math.ceil((len(self._rows) + 2 * len(self._prompts)) / _MOST_SCENES))
+    def _play(self) -> Iterator[Moment]:
+        num_events = max(1, math.ceil((len(self._rows) + 2 * len(self._prompts)) / _MOST_MOMENTS))
         while self._rows or self._prompts:
             for _ in range(num_events):
                 self._advance()
-            if not self._is_far(room):
-                yield self._scene()
+            yield self.moment()
 
     def _advance(self) -> None:
         """Go on to the end of a prompt or of an answer."""
-        if self._seconds > self._num_risen * AGEING_SECONDS:
-            self._num_risen = 1 + int(self._seconds / AGEING_SECONDS)
-            self._ahead = self._find_ahead()
         if self._prompts and self._can_run(self._prompts[0]):
             self._run_prompt(self._prompts.popleft())
         elif self._rows:
@@ -172,12 +317,12 @@ class Outlook:
             num_steps = math.ceil(num_steps)
         self._seconds += num_steps * self._slowed(step_seconds)
         self._num_prompt_tokens -= prompt.tokens
-        if self._is_ahead(prompt):
-            self._ahead.add(prompt.tokens, -1, is_placed=prompt.has_row)
+        self._waiting_answer_tokens -= prompt.answer_tokens
+        self._queues[prompt.level].add(-prompt.tokens, -1, is_placed=prompt.has_row)
         if not prompt.has_row:
             self._num_free_rows -= 1
             self._num_free_blocks -= prompt.num_blocks
-        self._draw(_SHARED_DRAW_PART * num_steps if self.is_shared else num_steps)
+        self._draw(_SHARED_DRAW_PART * num_steps if self._is_shared else num_steps)
         # The step that is planned when an answer ends still has its row in it.
         heapq.heappush(self._rows, (self._steps + prompt.answer_tokens + 1, prompt.num_blocks))
         self._context += prompt.context_tokens
@@ -225,62 +370,12 @@ class Outlook:
             return self._times.model.seconds(shape)
         return self._pace.steady_step(shape, None, num_prompt_tokens=num_tokens)[1]
 
-    def _scene(self) -> Scene:
-        shape = self._shape
-        rest = self._times.model.seconds(shape) if self._rows else 0.0
-        if self._prompts:
-            rest = self._steady_step()[1]
-        return Scene(
-            seconds=self._seconds,
-            # The others may be at it by then: what is before them may have taken less time than is foreseen.
-            rest_seconds=rest if self._gives_way else max(self._slowed(rest), self._others_seconds),
-            decoding=StepShape() if self._gives_way else shape,
-            tightest_target=self._tightest if self._rows and not self._gives_way else None,
-            ahead=Queue() if self._gives_way else replace(self._ahead),
-            is_behind=self._gives_way,
-            has_prompts=bool(self._prompts) and not self._gives_way,
-            num_free_rows=self._num_free_rows,
-            num_free_blocks=self._num_free_blocks,
-            may_displace=self._load.may_displace or self._gives_way,
-            endings=lambda: [(end - self._steps, num_blocks) for end, num_blocks in sorted(self._rows)],
-            waiting_answers=lambda: [prompt.answer_tokens for prompt in self._prompts],
-        )
-
-    def _find_ahead(self) -> Queue:
-        """All prompts that are left: whoever comes later is due later, and others have risen."""
-        queue = Queue()
-        for prompt in self._prompts:
-            if self._is_ahead(prompt):
-                queue.add(prompt.tokens, 1, is_placed=prompt.has_row)
-        return queue
-
-    def _is_ahead(self, prompt: _Prompt) -> bool:
-        tier, rank = self._level
-        return prompt.level <= (tier, rank + self._num_risen)
-
-    def _is_far(self, room: float) -> bool:
-        if self._gives_way or not self._prompts:
-            return False
-        chunk, step_seconds = self._steady_step()
-        return self._ahead.tokens / max(1, chunk) * step_seconds > _FAR_TIMES * room
-
     def _prompt(self, request: RequestState) -> _Prompt:
-        answer = self._load.lengths.expected_left(request)
+        known, answer = request.known, self._load.lengths.expected_left(request)
         held = len(request.cache.blocks) + request.promised_blocks
-        total = math.ceil((request.known + answer) / self._load.block_tokens)
-        return _Prompt(
-            request.remaining, request.known, answer, max(0, total - held), request.level, request.row is not None
-        )
-
-
-def _is_beside(other: RequestState, request: RequestState) -> bool:
-    """Whether the steps are shared with another: a worse tier gets hardly anything of them."""
-    return other.level[0] <= request.level[0]
-
-
-def _pauses(request: RequestState, claim: Claim) -> bool:
-    """Whether a running request draws no tokens while the prompt of the claim runs."""
-    return request.targets.time_per_token_seconds is None and claim.passes(request)
+        total = math.ceil((known + answer) / self._load.block_tokens)
+        num_blocks = max(0, total - held)
+        return _Prompt(known - request.computed, known, answer, num_blocks, request.level, request.row is not None)
 
 
 def _tightest(requests: Sequence[RequestState]) -> float | None:

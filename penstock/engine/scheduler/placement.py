@@ -46,6 +46,7 @@ class Placement:
         self.lengths = AnswerLengths(expected_output_tokens)
         self.firmly_promised = 0  # blocks set aside for requests that may not be preempted again
         self.loosely_promised = 0  # estimates: they hold back admission, never a running request
+        self.version = 0  # another one whenever who runs, or how far, has changed
         self._quantum = quantum
         self._clock = clock
 
@@ -70,8 +71,13 @@ class Placement:
         """Who of those that could run does, while others are owed more."""
         return give_way(ready, self._quantum, self._clock())
 
+    def note_progress(self) -> None:
+        """Those that run have gone on."""
+        self.version += 1
+
     def release(self, request: RequestState, *, forget: bool = False) -> None:
         """A request has ended: take everything back."""
+        self.version += 1
         if request.row is not None:
             self._leave_row(request)
         else:

@@ -14,7 +14,7 @@ from penstock.engine.scheduler.request_state import RequestState
 from penstock.engine.scheduler.serving_pace import LEAST_PROMPT_TOKENS, ServingPace
 
 # A prompt of which so small a part of the chunk would be left over runs to its end: its first token is a step sooner.
-_REST_PART = 1 / 32
+REST_PART = 1 / 32
 # Others' prompts may lengthen a step that is left to one tenant by this part: up to a knee tokens cost almost nothing.
 _GUEST_PART = 0.05
 # Of the device's time, what may be lost by leaving steps to one tenant; and so much of it at once.
@@ -51,7 +51,7 @@ class PromptChunks:
             fitting = costs.prompt_tokens_within(longest, shape, request.computed, most)
             if not sizes:
                 fitting = max(fitting, min(most, LEAST_PROMPT_TOKENS))
-            if most - fitting <= fitting * _REST_PART:
+            if most - fitting <= fitting * REST_PART:
                 fitting = most
             sizes[request.number] = fitting
             room -= fitting

@@ -15,7 +15,7 @@ from penstock.engine.cache.kv_cache import KvCache
 from penstock.engine.messages import Submit, TokenEvent
 from penstock.engine.metrics import EngineMetrics
 from penstock.engine.scheduler import promises
-from penstock.engine.scheduler.entrance import Entrance, load_of
+from penstock.engine.scheduler.entrance import Entrance
 from penstock.engine.scheduler.foresight import Foresight
 from penstock.engine.scheduler.idle_capacity import hold_back_batch
 from penstock.engine.scheduler.intake import check_submit
@@ -114,6 +114,7 @@ class Scheduler:
         self.waiting.push(request, self._clock())
         if self._foresight is not None:
             self._foresight.pace.note_arrival(request.tenant, request.num_prompt_tokens)
+            self._foresight.admission.note_taken(request, self.placement.lengths)
         if request.deadline is not None:
             self._watch_deadline(request.deadline, request.number)
         self.metrics.prompt_tokens += request.num_prompt_tokens
@@ -166,7 +167,7 @@ class Scheduler:
         """How long a prompt that comes now waits before it runs, as foreseen; 0 where nothing is."""
         if self._foresight is None:
             return 0.0
-        return self._foresight.admission.queue_seconds(load_of(self.placement), self._clock())
+        return self._foresight.admission.queue_seconds(self._entrance.load(), self._clock())
 
     @property
     def cost_model_error(self) -> float | None:
@@ -225,6 +226,7 @@ class Scheduler:
     def next_step(self) -> StepPlan:
         """Plan the next forward pass, as if every launched one had done its work."""
         plan = StepPlan(self._next_step)
+        self.placement.note_progress()
         if self._foresight is not None:
             self._foresight.launch.begin()
         if len(self.waiting):
@@ -266,6 +268,7 @@ class Scheduler:
         plan = self._launched.popleft()
         assert plan.number == result.number, "steps settle in the order they were launched"
         now = self._clock()
+        self.placement.note_progress()
         self.metrics.num_steps += 1
         self.metrics.last_step_monotonic = now
         self.metrics.step.observe(result.seconds)

@@ -23,9 +23,11 @@ class StepTimes:
         self._clock = clock
         self._launched: deque[tuple[StepShape, float]] = deque()  # shape, when it was launched
         self._last_done: float | None = None
+        self.num_launched = 0
 
     def launch(self, plan: StepPlan) -> None:
         self._launched.append((shape_of(plan), self._clock()))
+        self.num_launched += 1
 
     def settle(self, seconds: float, now: float) -> float:
         """The oldest launched step is done, `seconds` after its launch; return what it took by itself."""

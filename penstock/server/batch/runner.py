@@ -20,7 +20,7 @@ from penstock.store.database import Database
 from penstock.store.files import FileStore
 from penstock.telemetry import log_event
 
-_POLL_SECONDS = 0.5
+POLL_SECONDS = 0.5
 # Each time that there is nothing to do the next look comes later, up to so many times: a look is a query.
 _IDLE_TIMES = 8
 _SWEEP_SECONDS = 600.0
@@ -32,7 +32,7 @@ log = logging.getLogger("penstock.batch")
 class BatchRunner:
     """Make it, `start` it in an event loop, and `close` it there before the store."""
 
-    def __init__(self, context: ServerContext, database: Database, *, poll_seconds: float = _POLL_SECONDS) -> None:
+    def __init__(self, context: ServerContext, database: Database, *, poll_seconds: float = POLL_SECONDS) -> None:
         self._context = context
         self._work = BatchWork(database)
         self._files = FileStore(database)

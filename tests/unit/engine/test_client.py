@@ -140,6 +140,31 @@ async def test_a_full_queue_is_told_as_an_event(client):
     assert all(last.retry_after_seconds for last in refused)
 
 
+async def test_a_crowd_that_is_refused_does_not_keep_those_that_run_from_their_steps(client, running):
+    engine, sent, turns = running.engine, threading.Event(), []
+    step, submit = engine.step, engine.submit
+
+    def wait_and_step():
+        sent.wait(5)
+        turns.append(0)
+        return step()
+
+    def submit_and_count(message, name):
+        refusals = submit(message, name)
+        turns[-1:] = [turns[-1] + len(refusals)] if turns else []
+        return refusals
+
+    engine.step, engine.submit = wait_and_step, submit_and_count
+    running_one = ask(client, "runs", max_tokens=30)
+    await settled(lambda: engine.has_work)
+    crowd = [ask(client, f"r{index}", [VOCAB], max_tokens=1) for index in range(200)]
+    sent.set()
+    ends = [last for _, last in await asyncio.gather(*map(collect, crowd))]
+    tokens, _ = await collect(running_one)
+    assert all(last.error_code is not None for last in ends) and len(tokens) == 30
+    assert sum(turns) == 200 and max(turns) <= 16
+
+
 async def test_stats_come_by_themselves(client):
     await settled(lambda: client.stats_age_seconds < 1)
     await collect(ask(client))

@@ -10,7 +10,7 @@ from penstock.engine.messages import EngineStats, TokenEvent
 from penstock.errors import EngineFailed
 from penstock.request import FinishReason, Tier
 from penstock.server.batch.line_run import count_answers
-from penstock.server.batch.runner import BatchRunner
+from penstock.server.batch.runner import POLL_SECONDS, BatchRunner
 from penstock.server.batch.window import FEWEST, MOST, Window
 from penstock.store.batch_work import MAX_ATTEMPTS
 from penstock.store.database import Database
@@ -86,6 +86,22 @@ async def test_a_batch_begins_at_once_where_it_was_taken_in_however_rarely_the_s
     async with running_desk(tmp_path, poll_seconds=3600) as desk:
         ended = await desk.ended(await desk.start(line("a")))
         assert ended["request_counts"]["completed"] == 1
+
+
+async def test_where_there_are_no_batches_the_store_is_asked_once_in_four_seconds(tmp_path, monkeypatch):
+    pauses, enough = [], asyncio.Event()
+
+    async def note(_runner, seconds):
+        pauses.append(seconds)
+        if len(pauses) >= 6:
+            enough.set()
+        await asyncio.sleep(0)
+        return False
+
+    monkeypatch.setattr(BatchRunner, "_is_called_within", note)
+    async with running_desk(tmp_path, poll_seconds=POLL_SECONDS):
+        await enough.wait()
+    assert pauses[:6] == [0.5, 1.0, 2.0, 4.0, 4.0, 4.0]
 
 
 async def test_lines_run_in_the_batch_tier_with_their_tenants_terms(tmp_path):

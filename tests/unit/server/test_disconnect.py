@@ -40,6 +40,18 @@ async def test_a_closed_connection_aborts_every_choice(endless, address, stream)
     await until(lambda: len(endless.context.answers) == 0)
 
 
+async def test_who_leaves_with_another_request_sent_ahead_is_answered_no_further(endless, address):
+    _, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+    body = json.dumps({**BODY, "stream": True}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    writer.write((head + b"content-length: %d\r\n\r\n%b" % (len(body), body)) * 2)
+    await until(lambda: len(endless.engine.submitted) == 1)
+    writer.close()
+    await writer.wait_closed()
+    await until(lambda: len(endless.engine.aborted) == len(endless.engine.submitted))
+    await until(lambda: len(endless.context.answers) == 0)
+
+
 async def test_a_half_sent_body_is_no_failure_of_ours(service, address, caplog):
     _, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
     writer.write(
