@@ -32,7 +32,7 @@ from penstock.engine.scheduler.step_plan import (
 from penstock.engine.scheduler.tenant_account import quantum_for
 from penstock.engine.speculative.interface import Drafter
 from penstock.errors import DeadlineExceeded, EngineFailed, InvalidParameter, PenstockError
-from penstock.request import FinishReason, Tier
+from penstock.request import NO_TARGETS, FinishReason, Tier
 
 # Which client gets which event.
 Addressed = tuple[bytes, TokenEvent]
@@ -104,6 +104,9 @@ class Scheduler:
         """Queue a request. Raises a RequestError, Overloaded or DeadlineExceeded, and then nothing has changed."""
         check_submit(submit, max_context_tokens=self.config.max_context_tokens, vocab_size=self.config.vocab_size)
         request = self._open(submit, client)
+        states_time = request.targets != NO_TARGETS or request.deadline is not None
+        if self._foresight is not None and states_time:
+            self._foresight.pace.note_stated_time()
         try:
             self._entrance.admit(request)
         except PenstockError:

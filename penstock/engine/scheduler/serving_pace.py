@@ -15,12 +15,13 @@ from penstock.tenants import OPEN_TENANT
 
 # Without targets, a step with prompts takes at most so many times what its decoding rows take alone: a request that
 # arrives meanwhile waits for it. Less while several tenants are there, so that none waits long for another.
-_DECODE_TIMES = 3.0
+_DECODE_TIMES = 2.5
 _SHARED_DECODE_TIMES = 1.75
 _SHARED_SECONDS = 10.0
 # ... or up to this part of the time that all waiting prompts take: with a long queue the one thing that helps is speed.
-# Not where callers have names: the next one's should not have to wait for it.
-_BACKLOG_PART = 0.1
+# Not where callers have names: the next one's should not have to wait for it. Nor where they state times: what is
+# foreseen for them is exact to a step.
+_BACKLOG_PART = 0.3
 # While short prompts come, a long one that is not due yet runs in shorter steps: so short that this part of each is
 # what every step takes. Shorter ones would slow it down more than they help the others.
 _LONG_PROMPT_TOKENS = 8192
@@ -52,6 +53,7 @@ class ServingPace(Pace):
         self._efficient_for: StepCosts | None = None
         self._efficient_seconds = 0.0
         self._has_names = False
+        self._has_times = False
         self._last_arrival: tuple[str, float] | None = None  # tenant and time
         self._shared_until = -math.inf
         self._short_until = -math.inf
@@ -69,6 +71,10 @@ class ServingPace(Pace):
             if other != tenant and now - at < _SHARED_SECONDS:
                 self._shared_until = now + _SHARED_SECONDS
         self._last_arrival = (tenant, now)
+
+    def note_stated_time(self) -> None:
+        """A request says by when it wants something."""
+        self._has_times = True
 
     def step_tokens(self, ready: Sequence[Ready], waiting: Iterable[RequestState]) -> int:
         shape = decode_shape(ready)
@@ -110,7 +116,7 @@ class ServingPace(Pace):
             return float("inf")
         times = _SHARED_DECODE_TIMES if is_shared else _DECODE_TIMES
         limit = max(times * self._decode_seconds(shape), self._least_efficient_seconds())
-        if not self._has_names:
+        if not self._has_names and not self._has_times:
             limit = max(limit, _BACKLOG_PART * num_prompt_tokens * self._times.model.costs.token_seconds)
         return limit
 
