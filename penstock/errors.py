@@ -89,13 +89,10 @@ class InvalidParameter(RequestError):
     code = "invalid_parameter"
 
     def __init__(self, param: str, value: object, right: str) -> None:
-        shown = _as_json(value)
-        if len(shown) > _SHOWN_CHARACTERS:
-            shown = shown[: _SHOWN_CHARACTERS - 3] + "..."
-        super().__init__(f"{param}: {shown} is not usable; {right}", param=param)
+        super().__init__(f"{param}: {as_json(value)} is not usable; {right}", param=param)
 
 
-def _as_json(value: object) -> str:
+def as_json(value: object) -> str:
     """Show the beginning of a value as the caller wrote it, without writing out all of a large one.
 
     Half of a surrogate pair, which no response can carry, is shown escaped.
@@ -107,14 +104,15 @@ def _as_json(value: object) -> str:
         text += piece[: _SHOWN_CHARACTERS + 1]
         if len(text) > _SHOWN_CHARACTERS:
             break
-    return text.encode("utf-8", "backslashreplace").decode()
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
 class UnsupportedParameter(RequestError):
     code = "unsupported_parameter"
 
-    def __init__(self, param: str, right: str) -> None:
-        super().__init__(f"{param} is not supported; {right}", param=param)
+    def __init__(self, param: str, value: object, right: str) -> None:
+        super().__init__(f"{param}: {as_json(value)} is not supported; {right}", param=param)
 
 
 class UnknownModel(RequestError):

@@ -104,7 +104,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidParameter("logprobs", self.logprobs, f"give an integer from 0 to {MAX_LOGPROBS}")
         for token_id, bias in self.logit_bias.items():
             _check_token("logit_bias", token_id, vocab_size)
-            _check_range("logit_bias", bias, -100.0, 100.0)
+            if not -100.0 <= bias <= 100.0:  # nor NaN
+                right = "give a number from -100 to 100 for each token id"
+                raise InvalidParameter("logit_bias", {token_id: bias}, right)
         for token_id in self.stop_token_ids:
             _check_token("stop_token_ids", token_id, vocab_size)
 
@@ -129,14 +131,27 @@ def _plain(value: object) -> object:
 
 
 def check_answer_fits(
-    num_prompt_tokens: int, max_tokens: int | None, max_context_tokens: int, *, param: str = "max_tokens"
+    num_prompt_tokens: int,
+    max_tokens: int | None,
+    max_context_tokens: int,
+    *,
+    param: str = "max_tokens",
+    prompt: str = "prompt",
 ) -> None:
-    """Raise when the answer that was asked for would not fit behind the prompt: it is never cut short silently."""
+    """Raise when the answer that was asked for would not fit behind the prompt: it is never cut short silently.
+
+    `prompt` is the prompt's name: one of several has its place in it.
+    """
     room = max_context_tokens - num_prompt_tokens
     if max_tokens is not None and max_tokens > room:
-        what = f"the prompt ({num_prompt_tokens} tokens) plus {param} ({max_tokens})"
+        what = f"{spoken_prompt(prompt)} ({num_prompt_tokens} tokens) plus {param} ({max_tokens})"
         total = num_prompt_tokens + max_tokens
         raise ContextTooLong(total, max_context_tokens, what=what, param=param, right=f"give at most {room}")
+
+
+def spoken_prompt(param: str) -> str:
+    """Return what a sentence calls the prompt of a parameter: by its place, where there are several."""
+    return param if param.endswith("]") else "the prompt"
 
 
 def check_text_tokens(token_ids: list[int], vocab_size: int, *, param: str) -> None:

@@ -164,17 +164,18 @@ class StopMatcher:
         self._held = ""
         self._found: str | None = None
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
         """Return the text that no stop string can reach any more, and the stop string once one is complete.
 
-        After a match the text before it has been returned, and all that follows is dropped.
+        After a match the text before it has been returned, and all that follows is dropped. A stop string that is
+        complete where the text may not end is text like any other; one that only begins there can still count.
         """
         if self._found is not None:
             return "", self._found
         buffer = self._held + text
         for position in range(len(self._held), len(buffer)):
             stop = self._advance(buffer[position])
-            if stop is not None:
+            if stop is not None and may_end:
                 self._found, self._held = stop, ""
                 return buffer[: position + 1 - len(stop)], stop
         num_safe = len(buffer) - max(self._matched, default=0)

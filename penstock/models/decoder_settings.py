@@ -30,8 +30,13 @@ def read_decoder(
     activation: str = "silu",
     tie_embeddings: bool = False,
     ropes: tuple[RopeSpec, ...] | None = None,
+    rope: Settings | None = None,
+    may_be_partial: bool = False,
 ) -> ModelSpec:
-    """Read a Llama-shaped `config.json`. The keyword arguments are the family's defaults for keys not given."""
+    """Read a Llama-shaped `config.json`. The keyword arguments are the family's defaults for keys not given.
+
+    `ropes` or `rope` stand in for what the file says of rotations, as a whole or as one section.
+    """
     if "quantization_config" in settings:
         raise settings.refusal("quantization_config", "only unquantised safetensors are supported; or give a GGUF file")
     hidden_size = settings.integer("hidden_size")
@@ -44,8 +49,16 @@ def read_decoder(
     head_dim = settings.integer("head_dim", head_dim or hidden_size // num_heads)
     max_position = settings.integer("max_position_embeddings", max_position)
     if ropes is None:
-        section = rope_section(settings)
-        ropes = (read_rope(settings, section, head_dim=head_dim, max_position=max_position, theta=theta),)
+        ropes = (
+            read_rope(
+                settings,
+                rope or rope_section(settings),
+                head_dim=head_dim,
+                max_position=max_position,
+                theta=theta,
+                may_be_partial=may_be_partial,
+            ),
+        )
     vocab_size = settings.integer("vocab_size")
     return ModelSpec(
         family=family,

@@ -12,7 +12,7 @@ from penstock.models.family import Family
 from penstock.models.gemma2 import GEMMA_GGUF_LAYOUT, GEMMA_NAMES, gguf_attention_scale, refuse_bidirectional
 from penstock.models.layer_types import read_windows
 from penstock.models.parameters import WeightLayout
-from penstock.models.rope_settings import read_gguf_rope, read_rope, rope_section
+from penstock.models.rope_settings import read_gguf_rope, read_rope
 from penstock.models.settings import GgufSettings, Settings
 from penstock.models.spec import LayerSpec, ModelSpec, RopeSpec
 
@@ -61,7 +61,6 @@ def _read_text_config(settings: Settings) -> ModelSpec:
         post_norms=True,
         embedding_scale=spec.hidden_size**0.5,
         attention_scale=settings.positive("query_pre_attn_scalar", 256.0) ** -0.5,
-        attention_softcap=settings.optional_number("attn_logit_softcapping"),
         logit_softcap=settings.optional_number("final_logit_softcapping"),
         layers=_with_ropes(layers),
     )
@@ -78,13 +77,20 @@ _TEXT_DEFAULTS: Mapping[str, object] = {
 
 
 def _read_ropes(settings: Settings, head_dim: int, max_position: int) -> tuple[RopeSpec, RopeSpec]:
-    section = rope_section(settings)
-    nested = section is not None and ("full_attention" in section or "sliding_attention" in section)
-    of_global = section.section("full_attention") if nested and section else section
-    of_local = section.section("sliding_attention") if nested and section else None
+    """`rope_parameters` has a section for each kind of layer; `rope_scaling` adds to the global one."""
+    both = settings.section("rope_parameters") or Settings({}, settings.file)
+    if both.values and "full_attention" not in both and "sliding_attention" not in both:
+        raise settings.refusal("rope_parameters", "give the objects full_attention and sliding_attention in it")
+    of_global, of_local, scaling = (
+        part or Settings({}, settings.file)
+        for part in (both.section("full_attention"), both.section("sliding_attention"), settings.section("rope_scaling"))
+    )
+    if "type" in scaling and "rope_type" not in scaling:
+        raise scaling.refusal("type", "files of this family call it rope_type")
+    merged = Settings({**of_global.values, **scaling.values}, (scaling if scaling.values else of_global).file)
     read = partial(read_rope, settings, head_dim=head_dim, max_position=max_position)
     return (
-        read(of_global, theta=_GLOBAL_THETA),
+        read(merged, theta=_GLOBAL_THETA),
         read(of_local, theta=_LOCAL_THETA, theta_key="rope_local_base_freq"),
     )
 

@@ -77,7 +77,7 @@ def load_model(
         precision=precision,
     )
     decoder = builder.build(context_tokens or spec.max_position)
-    builder.refuse_unused(str(files.path))
+    builder.refuse_unused()
     return decoder
 
 
@@ -154,7 +154,7 @@ class _Builder:
             head_group=head_group,
         )
 
-    def refuse_unused(self, file: str) -> None:
+    def refuse_unused(self) -> None:
         ignorable = re.compile("|".join((*_IGNORABLE, *self.layout.ignorable)))
         known = self._used | self._tied_names()
         unused = [name for name in self.source.names() if name not in known and not ignorable.fullmatch(name)]
@@ -163,7 +163,7 @@ class _Builder:
             raise ModelError(
                 f"the model as its settings describe it has no use for this tensor{others}; "
                 "the settings belong to another model, or this variant is not supported",
-                file=file,
+                file=self.source.file_of(unused[0]),
                 tensor=unused[0],
             )
 

@@ -44,10 +44,8 @@ def read_config(settings: Settings) -> ModelSpec:
     section = rope_section(settings)
     # Early files say "yarn" or "su" and mean longrope.
     if section is not None and "long_factor" in section:
-        section_key = "rope_parameters" if "rope_parameters" in settings else "rope_scaling"
-        longrope = dict(section.values) | {"rope_type": "longrope"}
-        settings = Settings(dict(settings.values) | {section_key: longrope}, settings.file)
-    spec = read_decoder(settings, "phi3", max_position=4096, norm_eps=1e-5)
+        section = Settings(dict(section.values) | {"rope_type": "longrope"}, section.file)
+    spec = read_decoder(settings, "phi3", max_position=4096, norm_eps=1e-5, rope=section, may_be_partial=True)
     window = settings.optional_integer("sliding_window")
     return replace(spec, layers=(LayerSpec(window=window),) * spec.num_layers)
 

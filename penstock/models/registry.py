@@ -14,6 +14,7 @@ import numpy as np
 from penstock.errors import ModelError
 from penstock.models.family import Family
 from penstock.models.gguf import GgufFile
+from penstock.models.safetensors_file import weight_files
 from penstock.models.settings import GgufSettings, Settings
 from penstock.models.spec import ModelSpec
 from penstock.models.store import ModelFiles
@@ -48,7 +49,7 @@ def spec_for(files: ModelFiles) -> ModelSpec:
     spec = config_spec(files.config or files.path / "config.json")
     if files.load_format == "dummy":
         return spec
-    return replace(spec, stored_bytes=sum(file.stat().st_size for file in files.path.glob("*.safetensors")))
+    return replace(spec, stored_bytes=sum(file.stat().st_size for file in weight_files(files.path)))
 
 
 def config_spec(config: Path) -> ModelSpec:

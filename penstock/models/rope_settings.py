@@ -1,7 +1,8 @@
 """Reads rotary-embedding settings, in every spelling that model files use, into a `RopeSpec`.
 
 Two spellings exist in `config.json`: `rope_theta` with an optional `rope_scaling` object, and one `rope_parameters`
-object that holds both. GGUF has its own keys and keeps per-frequency factors as small tensors. No torch.
+object that holds both; where a file has both objects, `rope_scaling` counts, as in transformers. GGUF has its own keys
+and keeps per-frequency factors as small tensors. No torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +13,8 @@ from penstock.models.spec import RopeSpec
 
 
 def rope_section(settings: Settings) -> Settings | None:
-    return settings.section("rope_parameters") or settings.section("rope_scaling")
+    scaling = settings.section("rope_scaling")
+    return scaling if scaling is not None and scaling.values else settings.section("rope_parameters")
 
 
 def read_rope(
@@ -23,21 +25,46 @@ def read_rope(
     max_position: int,
     theta: float = 10_000.0,
     theta_key: str = "rope_theta",
+    may_be_partial: bool = False,
 ) -> RopeSpec:
-    """Read a rope whose scaling, if any, lies in `section`. `theta` is the family's default."""
+    """Read a rope whose scaling, if any, lies in `section`. `theta` is the family's default.
+
+    `may_be_partial`: the family can rotate a part of each head only (`partial_rotary_factor`).
+    """
     section = section or Settings({}, settings.file)
     theta = section.positive("rope_theta", settings.positive(theta_key, theta))
-    partial = section.positive("partial_rotary_factor", settings.positive("partial_rotary_factor", 1.0))
-    rotary_dim = int(head_dim * partial)
-    if not 4 <= rotary_dim <= head_dim or rotary_dim % 2:
-        raise settings.refusal("partial_rotary_factor", f"it must leave an even part of the {head_dim} of a head")
+    rotary_dim = _rotary_dim(settings, section, head_dim, may_be_partial=may_be_partial)
     # Phi-3 keeps the trained length outside the section; there it counts more than inside.
     trained = settings.integer(
         "original_max_position_embeddings", section.integer("original_max_position_embeddings", max_position)
     )
     plain = RopeSpec(theta, rotary_dim)
-    scale = section.choice("rope_type" if "rope_type" in section else "type", _SCALINGS, "default")
-    return scale(plain, section, max_position, trained)
+    return section.choice(_type_key(section), _SCALINGS, "default")(plain, section, max_position, trained)
+
+
+def _rotary_dim(settings: Settings, section: Settings, head_dim: int, *, may_be_partial: bool) -> int:
+    """How much of each head rotates."""
+    if head_dim < 4 or head_dim % 2:
+        if "head_dim" in settings:
+            raise settings.refusal("head_dim", "its parts rotate in pairs: give an even number, at least 4")
+        raise settings.refusal(
+            "hidden_size", f"it leaves {head_dim} for each head, but that must be an even number, at least 4"
+        )
+    holder = section if "partial_rotary_factor" in section else settings
+    partial = holder.positive("partial_rotary_factor", 1.0)
+    if not may_be_partial:
+        # The reference rotates whole heads of these families whatever the key says, and fails where a scaling reads it.
+        if partial != 1.0 and section.text(_type_key(section), "default") != "default":
+            raise holder.refusal("partial_rotary_factor", "models of this family rotate whole heads: remove it")
+        return head_dim
+    rotary_dim = int(head_dim * partial)
+    if not 4 <= rotary_dim <= head_dim or rotary_dim % 2:
+        raise holder.refusal("partial_rotary_factor", f"it must leave an even part of the {head_dim} of a head")
+    return rotary_dim
+
+
+def _type_key(section: Settings) -> str:
+    return "rope_type" if "rope_type" in section else "type"
 
 
 def _none(plain: RopeSpec, section: Settings, max_position: int, trained: int) -> RopeSpec:

@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from penstock.errors import ModelError
 from penstock.models.file_map import map_file
 
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_INDEX_BYTES = 100_000_000
 _MAX_DIMENSIONS = 8
@@ -109,6 +112,32 @@ class SafetensorsFile:
 
     def _refuse(self, message: str, tensor: str | None = None) -> NoReturn:
         raise ModelError(message, file=str(self.path), tensor=tensor)
+
+
+def shard_index(folder: Path) -> Path | None:
+    """Return the index of a folder's shards; None where there is none or, as in transformers, a single file counts."""
+    index = folder / INDEX
+    return index if index.exists() and not (folder / _SINGLE).is_file() else None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that hold a folder's weights: `model.safetensors`, else the index's shards, else the only file.
+
+    Raises ModelError naming a file that is not there, such as a link to what was removed from a cache.
+    """
+    index = shard_index(folder)
+    if index is not None:
+        return [folder / shard for shard in dict.fromkeys(read_index(index).values())]
+    single = folder / _SINGLE
+    if single.is_file():
+        return [single]
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) != 1:
+        what = f"{len(found)} *.safetensors files and no {INDEX}" if found else "no *.safetensors file"
+        raise ModelError(f"the folder has {what}; fetch the model again", file=str(folder))
+    if not found[0].is_file():
+        raise ModelError("this is a link to nothing, or no file; fetch the model again", file=str(found[0]))
+    return found
 
 
 def read_index(path: Path) -> dict[str, str]:

@@ -120,9 +120,9 @@ def installed(cache_dir: str | Path | None = None) -> list[InstalledModel]:
     for snapshot in sorted(_hub_folder(cache_dir).glob("models--*/snapshots/*")):
         name = snapshot.parent.parent.name.removeprefix("models--").replace("--", "/")
         weights = sorted(snapshot.glob("*.safetensors"))
-        if weights and (snapshot / "config.json").exists():
+        if weights and all(file.is_file() for file in (*weights, snapshot / "config.json")):
             found.append(InstalledModel(name, snapshot, sum(file.stat().st_size for file in weights)))
-        for file in sorted(snapshot.rglob("*.gguf")):
+        for file in filter(Path.is_file, sorted(snapshot.rglob("*.gguf"))):
             found.append(InstalledModel(f"{name}/{file.relative_to(snapshot)}", file, file.stat().st_size))
     return found
 

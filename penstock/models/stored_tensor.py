@@ -56,5 +56,9 @@ class WeightSource(ABC):
     def has(self, name: str) -> bool: ...
 
     @abstractmethod
+    def file_of(self, name: str) -> str:
+        """The file that holds a tensor which is there."""
+
+    @abstractmethod
     def get(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         """Return a tensor of exactly this shape. Raises ModelError naming file and tensor otherwise."""

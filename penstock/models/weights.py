@@ -17,7 +17,7 @@ from penstock.errors import ModelError
 from penstock.models.dequantise import DEQUANTISERS
 from penstock.models.download import Progress
 from penstock.models.gguf import GgufFile
-from penstock.models.safetensors_file import SafetensorsFile, read_index
+from penstock.models.safetensors_file import INDEX, SafetensorsFile, read_index, shard_index, weight_files
 from penstock.models.store import ModelFiles
 from penstock.models.stored_tensor import StoredTensor, WeightSource
 
@@ -28,6 +28,8 @@ _DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
 }
 _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
+
+_RANDOM = "random weights"  # in place of a file's name
 
 # A prime, so that rows of any length start at different places of the pool.
 _POOL_VALUES = 1_048_573
@@ -79,7 +81,7 @@ def _check_shape(file: Path, name: str, found: tuple[int, ...], expected: tuple[
 
 
 class SafetensorsSource(WeightSource):
-    """A Hugging Face folder: `model.safetensors`, or shards listed by `model.safetensors.index.json`."""
+    """A Hugging Face folder: `model.safetensors`, else shards listed by `model.safetensors.index.json`."""
 
     def __init__(self, folder: Path, progress: Progress | None = None) -> None:
         self._folder = folder
@@ -90,29 +92,34 @@ class SafetensorsSource(WeightSource):
     @staticmethod
     def _open(folder: Path) -> dict[str, SafetensorsFile]:
         """Return each tensor's file."""
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            placed = read_index(index)
-            shards = {shard: SafetensorsFile(folder / shard) for shard in dict.fromkeys(placed.values())}
-            for name, shard in placed.items():
-                if name not in shards[shard].tensors:
+        opened = {path.name: SafetensorsFile(path) for path in weight_files(folder)}
+        index = shard_index(folder)
+        if index is None:
+            return {name: file for file in opened.values() for name in file.tensors}
+        placed = read_index(index)
+        for name, shard in placed.items():
+            if name not in opened[shard].tensors:
+                raise ModelError(
+                    f"{INDEX} says that it is here, but it is not", file=str(opened[shard].path), tensor=name
+                )
+        for shard_file in opened.values():
+            for name in shard_file.tensors:
+                if name not in placed:
                     raise ModelError(
-                        f"{index.name} says that it is here, but it is not", file=str(shards[shard].path), tensor=name
+                        f"it is here, but {INDEX} does not list it; the two belong to different models, fetch them again",
+                        file=str(shard_file.path),
+                        tensor=name,
                     )
-            return {name: shards[shard] for name, shard in placed.items()}
-        single = folder / "model.safetensors"
-        found = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
-        if len(found) != 1:
-            what = f"{len(found)} *.safetensors files and no {index.name}" if found else "no *.safetensors file"
-            raise ModelError(f"the folder has {what}; fetch the model again", file=str(folder))
-        file = SafetensorsFile(found[0])
-        return dict.fromkeys(file.tensors, file)
+        return {name: opened[shard] for name, shard in placed.items()}
 
     def names(self) -> Iterator[str]:
         return iter(self._files)
 
     def has(self, name: str) -> bool:
         return name in self._files
+
+    def file_of(self, name: str) -> str:
+        return str(self._files[name].path)
 
     def get(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         file = self._files.get(name)
@@ -143,6 +150,9 @@ class GgufSource(WeightSource):
 
     def has(self, name: str) -> bool:
         return name in self._file.tensors
+
+    def file_of(self, name: str) -> str:
+        return str(self._file.path)
 
     def get(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         entry = self._file.tensors.get(name)
@@ -182,10 +192,13 @@ class DummySource(WeightSource):
     def has(self, name: str) -> bool:
         return True
 
+    def file_of(self, name: str) -> str:
+        return _RANDOM
+
     def get(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         data = torch.empty(shape, dtype=self._dtype, device=self._pool.device)
         self._fill(data, name)
-        return StoredTensor(name, "random weights", shape, _NAMES[self._dtype], data)
+        return StoredTensor(name, _RANDOM, shape, _NAMES[self._dtype], data)
 
     def _fill(self, data: Tensor, name: str) -> None:
         """Write the pool over and over, from a place that the name decides."""

@@ -128,7 +128,7 @@ class GenerationRequest(WireModel):
             given = self.stream_options.model_dump(exclude_unset=True)
             raise InvalidParameter("stream_options", given, "give it only with stream=true")
         if self.stream_options.include_obfuscation:
-            raise UnsupportedParameter("stream_options.include_obfuscation", "leave it out or give false")
+            raise UnsupportedParameter("stream_options.include_obfuscation", True, "leave it out or give false")
 
     def wanted_targets(self) -> Targets:
         wanted = self.targets

@@ -23,19 +23,30 @@ DEFAULT_MAX_TOKENS = 16
 def _prompt_list(value: Any) -> Any:
     """Return a list of prompts, each a text or a list of token ids."""
     right = "give a text, a list of texts, a list of token ids or a list of lists of token ids"
-    if isinstance(value, str) or _is_token_ids(value):
+    if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
         raise ValueError(right)
-    if len(value) > MAX_CHOICES:
+    is_alike = next((is_kind for is_kind in (_is_text, _is_token_id, _are_token_ids) if is_kind(value[0])), None)
+    if is_alike is not _is_token_id and len(value) > MAX_CHOICES:
         raise ValueError(f"prompts × n may be at most {MAX_CHOICES}")
-    if not all(isinstance(prompt, str) for prompt in value) and not all(_is_token_ids(prompt) for prompt in value):
-        raise ValueError(right)
-    return value
+    if is_alike is None or not all(map(is_alike, value)):
+        wrong = 0 if is_alike is None else next(place for place, item in enumerate(value) if not is_alike(item))
+        raise ValueError(f"{right}: entry {wrong} is something else")
+    return [value] if is_alike is _is_token_id else value
 
 
-def _is_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_token_id(value: Any) -> bool:
+    return type(value) is int
+
+
+def _are_token_ids(value: Any) -> bool:
+    """One without any is for the check of each prompt, which says which one it is."""
+    return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer"}}
@@ -71,7 +82,7 @@ class CompletionRequest(GenerationRequest):
     def check_combinations(self) -> None:
         super().check_combinations()
         if self.best_of not in (None, self.num_choices):
-            raise UnsupportedParameter("best_of", f"leave it out or give n ({self.num_choices})")
+            raise UnsupportedParameter("best_of", self.best_of, f"leave it out or give n ({self.num_choices})")
         num_answers = len(self.prompt) * self.num_choices
         if num_answers > MAX_CHOICES:
             right = f"{len(self.prompt)} prompts × n ({self.num_choices}) are {num_answers}; give at most {MAX_CHOICES}"

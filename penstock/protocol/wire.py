@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails, from_json
 
-from penstock.errors import InvalidParameter, MalformedBody, RequestError, UnsupportedParameter
+from penstock.errors import InvalidParameter, MalformedBody, RequestError, UnsupportedParameter, as_json
 
 # A few bytes of JSON become an object of a hundred in memory, and each wrong one a report: so their number is bounded
 # before anything is read. Counted as bytes, also within texts, which is why the limits are generous.
@@ -71,7 +71,8 @@ def parse_request(kind: type[Request], body: bytes) -> Request:
     for name, harmless in kind.REFUSED.items():
         value = document.pop(name, None)
         if value is not None and value not in harmless:
-            raise UnsupportedParameter(name, "leave it out")
+            right = " or give ".join(("leave it out", *map(as_json, harmless)))
+            raise UnsupportedParameter(name, value, right)
     for name, type_ in kind.IGNORED.items():
         value = document.pop(name, None)
         if value is not None and not isinstance(value, type_):

@@ -9,7 +9,7 @@ import asyncio
 from penstock.engine.messages import EngineInfo
 from penstock.errors import ContextTooLong, InvalidParameter, RequestError, TemplateFailed
 from penstock.protocol.openai_chat import ChatMessage
-from penstock.request import check_text_tokens
+from penstock.request import check_text_tokens, spoken_prompt
 from penstock.server.answer import Prompt
 from penstock.server.context import ServerContext
 
@@ -35,15 +35,15 @@ async def text_prompt(
     """Tokenise a text. One that cannot fit the context is refused before most of that is done."""
     if len(text) <= _SHORT_TEXT_CHARACTERS:
         return Prompt(context.tokenizer.encode(text, add_special=add_special), text)
-    limit = info.max_context_tokens
+    limit, what = info.max_context_tokens, spoken_prompt(param)
     if (fewest := context.tokenizer.fewest_tokens(text)) > limit:
-        raise ContextTooLong(fewest, limit, param=param, at_least=True, right=SHORTER)
+        raise ContextTooLong(fewest, limit, what=what, param=param, at_least=True, right=SHORTER)
     num_tried = limit * _TRIED_CHARACTERS_PER_TOKEN
     if len(text) > 2 * num_tried:
         tried = await asyncio.to_thread(context.tokenizer.encode, text[:num_tried], add_special=False)
         # The last word may be cut, and another tokenised otherwise for it: four of five tokens are surely there.
         if (fewest := len(tried) * 4 // 5) > limit:
-            raise ContextTooLong(fewest, limit, param=param, at_least=True, right=SHORTER)
+            raise ContextTooLong(fewest, limit, what=what, param=param, at_least=True, right=SHORTER)
     return Prompt(await asyncio.to_thread(context.tokenizer.encode, text, add_special=add_special), text)
 
 
@@ -69,4 +69,5 @@ def check_prompt(prompt: Prompt, info: EngineInfo, *, param: str) -> None:
     else:
         check_text_tokens(prompt.token_ids, info.vocab_size, param=param)
     if len(prompt.token_ids) >= info.max_context_tokens:
-        raise ContextTooLong(len(prompt.token_ids), info.max_context_tokens, param=param)
+        what = spoken_prompt(param)
+        raise ContextTooLong(len(prompt.token_ids), info.max_context_tokens, what=what, param=param)

@@ -27,7 +27,9 @@ def agree_on_batch(wanted: GenerationRequest, key: KeyTerms) -> Terms:
     """Return the terms of a line of a batch: in idle capacity, within the batch's own window. Raises RequestError."""
     for name in ("targets", "deadline_ms", "continue_from"):
         if getattr(wanted, name) is not None:
-            raise UnsupportedParameter(name, "leave it out: a line of a batch is a whole request that nobody waits for")
+            value = wanted.model_dump(include={name})[name]
+            right = "leave it out: a line of a batch is a whole request that nobody waits for"
+            raise UnsupportedParameter(name, value, right)
     return Terms(weight=key.weight, priority=_priority(wanted.priority, key.priority), tier=Tier.BATCH)
 
 

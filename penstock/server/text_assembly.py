@@ -105,9 +105,9 @@ class TextAssembler:
 
     def _match(self, text: str) -> str:
         """Return the part of the text that no stop string can still claim."""
-        if self._matcher is None or self.num_tokens < self._min_tokens:
+        if self._matcher is None:
             return text
-        safe, matched = self._matcher.push(text)
+        safe, matched = self._matcher.push(text, may_end=self.num_tokens >= self._min_tokens)
         if matched is not None:
             self.finish = FinishReason.STOP
         return safe

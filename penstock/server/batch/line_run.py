@@ -111,7 +111,7 @@ async def _begin(
     # Bodies may be megabytes: others' streams go on meanwhile.
     wanted = await asyncio.to_thread(parse_request, kind, body.encode())
     if wanted.wants_stream:
-        raise UnsupportedParameter("stream", "leave it out of a batch")
+        raise UnsupportedParameter("stream", wanted.stream, "leave it out of a batch")
     if isinstance(wanted, ChatRequest):
         chat, chat_reply, _ = await begin_chat(context, caller, record, wanted, tier=Tier.BATCH)
         return chat, chat_reply

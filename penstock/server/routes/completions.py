@@ -67,10 +67,13 @@ async def begin_completion(
     params = _params(wanted)
     params.validate(info.vocab_size)
     terms = context.terms(wanted, caller, tier)
-    prompts = [await _prompt(context, prompt, info) for prompt in wanted.prompt]
-    for prompt in prompts:
-        check_prompt(prompt, info, param="prompt")
-        check_answer_fits(len(prompt.token_ids), wanted.max_tokens, info.max_context_tokens)
+    prompts = []
+    for place, text_or_ids in enumerate(wanted.prompt):
+        name = "prompt" if len(wanted.prompt) == 1 else f"prompt[{place}]"
+        prompt = await _prompt(context, text_or_ids, info, param=name)
+        check_prompt(prompt, info, param=name)
+        check_answer_fits(len(prompt.token_ids), wanted.max_tokens, info.max_context_tokens, prompt=name)
+        prompts.append(prompt)
     begun = check_continuation(wanted, params, prompts, info)
     framed = framed_params(frames, wanted, params)
     with_logprobs = wanted.logprobs is not None
@@ -99,7 +102,7 @@ def _params(wanted: CompletionRequest) -> SamplingParams:
     )
 
 
-async def _prompt(context: ServerContext, prompt: str | list[int], info: EngineInfo) -> Prompt:
+async def _prompt(context: ServerContext, prompt: str | list[int], info: EngineInfo, *, param: str) -> Prompt:
     if isinstance(prompt, str):
-        return await text_prompt(context, prompt, add_special=True, info=info)
+        return await text_prompt(context, prompt, add_special=True, info=info, param=param)
     return Prompt(prompt)

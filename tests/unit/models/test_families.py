@@ -39,6 +39,7 @@ GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 7}
 
 CASES = {
     "llama": Case("llama"),
+    "llama-partial": Case("llama", rope("default", partial_rotary_factor=0.5)),
     "llama-one-kv-head": Case("llama", {"num_key_value_heads": 1}),
     "llama-tied": Case("llama", {"tie_word_embeddings": True}),
     "llama-biases": Case("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -74,6 +75,7 @@ CASES = {
         "gemma2", {**GEMMA, "head_dim": 32, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     ),
     "gemma3": Case("gemma3_text", {**GEMMA, "num_hidden_layers": 4, "sliding_window_pattern": 3}),
+    "gemma3-caps": Case("gemma3_text", {**GEMMA, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 3.0}),
     "gemma3-linear": Case(
         "gemma3_text",
         {

@@ -1,5 +1,7 @@
 """Every parameter comes from the file and every tensor of the file is used, or the model is refused."""
 
+import json
+import re
 from pathlib import Path
 
 import gguf
@@ -63,6 +65,17 @@ def test_a_tensor_without_a_use_is_refused_with_its_name(tmp_path: Path) -> None
     make_reference("llama", tmp_path)
     edit_tensors(tmp_path, {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})
     with pytest.raises(ModelError, match=r"tensor model\.layers\.0\.self_attn\.q_proj\.bias: .* no use"):
+        load(folder_files(tmp_path))
+
+
+def test_a_tensor_without_a_use_is_refused_with_the_shard_that_holds_it(tmp_path: Path) -> None:
+    make_reference("llama").save_pretrained(tmp_path, max_shard_size="50KB")
+    index = tmp_path / "model.safetensors.index.json"
+    placed = json.loads(index.read_text())["weight_map"]
+    shard = placed["model.norm.weight"]
+    save_file({**load_file(tmp_path / shard), "more": torch.zeros(1)}, tmp_path / shard)
+    index.write_text(json.dumps({"weight_map": {**placed, "more": shard}}))
+    with pytest.raises(ModelError, match=rf"{re.escape(shard)}, tensor more: .* no use"):
         load(folder_files(tmp_path))
 
 

@@ -78,6 +78,19 @@ def test_both_spellings_of_rope_settings_mean_the_same(type_key: str, tmp_path: 
     assert old.ropes == new.ropes == (RopeSpec(5e5, 16, "linear", factor=2.0),)
 
 
+def test_rope_scaling_counts_where_rope_parameters_are_given_too(tmp_path: Path) -> None:
+    both = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    }
+    assert config_spec(write_config(tmp_path, **both)).ropes == (RopeSpec(1e4, 16, "linear", factor=2.0),)
+
+
+def test_rope_scaling_without_content_leaves_rope_parameters_to_count(tmp_path: Path) -> None:
+    both = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}, "rope_scaling": {}}
+    assert config_spec(write_config(tmp_path, **both)).ropes == (RopeSpec(5e5, 16, "linear", factor=2.0),)
+
+
 def test_gemma_3_reads_its_two_ropes_in_both_spellings(tmp_path: Path) -> None:
     make_reference("gemma3_text", tmp_path, head_dim=16)
     new = spec_for(folder_files(tmp_path))
@@ -132,6 +145,17 @@ def test_mistral_means_no_window_by_null_and_4096_by_absence(tmp_path: Path) -> 
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor is missing"),
         ({"rope_scaling": "linear"}, "rope_scaling: 'linear' is not usable; give an object"),
+        ({"rope_scaling": {"type": "x"}, "rope_parameters": {"rope_type": "default"}}, "type: 'x' is not usable"),
+        ({"rope_scaling": 3, "rope_parameters": {"rope_type": "default"}}, "rope_scaling: 3 is not usable"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"rope_type": "linear"}}, "full_attention and sliding_att"),
+        ({"model_type": "gemma3_text", "rope_scaling": {"type": "linear", "factor": 2}}, "call it rope_type"),
+        (
+            {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "partial_rotary_factor: 0.5 is not usable; models of this family rotate whole heads",
+        ),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.1}, "partial_rotary_factor: 0.1 is not usable; it must"),
+        ({"head_dim": 7}, "head_dim: 7 is not usable; .* give an even number"),
+        ({"hidden_size": 68}, "hidden_size: 68 is not usable; it leaves 17 for each head"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}}, "give 8 positive numbers"),
         ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["x", "y"]}, "layer_types: .*'x'"),
         ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, "there are only 2 experts"),
@@ -144,6 +168,13 @@ def test_settings_that_cannot_be_honoured_are_refused_by_key_and_value(
     with pytest.raises(ModelError, match=message) as refusal:
         config_spec(write_config(tmp_path, **changes))
     assert "config.json" in str(refusal.value)
+
+
+def test_weights_that_are_a_link_to_nothing_are_refused_with_the_name_of_the_file(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "pruned")
+    with pytest.raises(ModelError, match=r"model\.safetensors: this is a link to nothing"):
+        spec_for(folder_files(tmp_path))
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b""])

@@ -231,6 +231,14 @@ def test_installed_lists_hub_models_with_their_size(hub: FileServer, tmp_path: P
     assert store.installed(tmp_path) == [store.InstalledModel("org/tiny", files.path, 100_000)]
 
 
+def test_a_hub_model_whose_weights_were_removed_is_not_listed(hub: FileServer, tmp_path: Path) -> None:
+    fake_hub.publish(hub, "org/tiny", HUB_FILES)
+    files = store.resolve("org/tiny", cache_dir=tmp_path)
+    (files.path / "model.safetensors").unlink()
+    (files.path / "model.safetensors").symlink_to(tmp_path / "pruned")
+    assert store.installed(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("status", "code", "complaint"),
     [

@@ -70,6 +70,26 @@ def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
     assert stored.file.endswith("model-2.safetensors")
 
 
+def test_a_single_file_counts_more_than_an_index(tmp_path: Path) -> None:
+    write_index(tmp_path, {"weight_map": write_shards(tmp_path)})
+    save_file({"other": TENSORS["matrix"]}, tmp_path / "model.safetensors")
+    assert list(SafetensorsSource(tmp_path).names()) == ["other"]
+
+
+def test_a_tensor_that_the_index_does_not_list_is_refused_with_its_shard(tmp_path: Path) -> None:
+    placed = write_shards(tmp_path)
+    del placed["half"]
+    write_index(tmp_path, {"weight_map": placed})
+    with pytest.raises(ModelError, match=r"model-2\.safetensors, tensor half: .* does not list it"):
+        SafetensorsSource(tmp_path)
+
+
+def test_a_link_to_nothing_is_refused_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "pruned")
+    with pytest.raises(ModelError, match=r"model\.safetensors: this is a link to nothing"):
+        SafetensorsSource(tmp_path)
+
+
 def test_a_single_file_of_another_name_is_read(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "weights.safetensors")
     assert SafetensorsSource(tmp_path).has("matrix")

@@ -137,20 +137,23 @@ async def test_fields_without_effect_here_are_accepted(service):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "value", "right"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("response_format", {"type": "json_object"}),
-        ("audio", {"voice": "a", "format": "wav"}),
-        ("modalities", ["text", "audio"]),
-        ("reasoning_effort", "high"),
+        ("tools", [{"type": "function", "function": {"name": "f"}}], "leave it out or give []"),
+        ("tool_choice", "auto", 'leave it out or give "none"'),
+        ("response_format", {"type": "json_object"}, 'leave it out or give {"type": "text"}'),
+        ("audio", {"voice": "a", "format": "wav"}, "leave it out"),
+        ("modalities", [], 'leave it out or give ["text"]'),
+        ("reasoning_effort", "high", 'leave it out or give "none"'),
     ],
 )
-async def test_what_cannot_be_honoured_is_refused_by_name(service, field, value):
+async def test_what_cannot_be_honoured_is_refused_with_the_value_and_what_would_be_right(service, field, value, right):
     response = await service.chat(**{field: value})
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == field
-    assert response.json()["error"]["code"] == "unsupported_parameter"
+    error = response.json()["error"]
+    assert error["param"] == field
+    assert error["code"] == "unsupported_parameter"
+    assert error["message"] == f"{field}: {json.dumps(value)} is not supported; {right}"
 
 
 async def test_a_stop_string_ends_the_answer_and_the_engine_request(service):

@@ -122,7 +122,11 @@ async def test_offsets_go_on_from_chunk_to_chunk(short):
         ({"prompt": ""}, "prompt"),
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [1.5]}, "prompt"),
-        ({"prompt": [[1], []]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt[1]"),
+        ({"prompt": ["a", ""]}, "prompt[1]"),
+        ({"prompt": [[1], [10**9], [1]]}, "prompt[1]"),
+        ({"prompt": ["a", "b" * 10_000]}, "prompt[1]"),
         ({"prompt": [1, 10**9]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": ["a"] * 65, "n": 2}, "prompt"),
@@ -133,6 +137,25 @@ async def test_what_cannot_be_done_is_refused_by_name(service, fields, param):
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
     assert service.engine.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"prompt": [[1, 2], []]}, "prompt[1] is empty; give at least one token"),
+        ({"prompt": ["a", 5]}, "a list of lists of token ids: entry 1 is something else"),
+        ({"prompt": [1, 2, True]}, "a list of lists of token ids: entry 2 is something else"),
+        ({"prompt": [[1], [1] * 5000]}, "prompt[1] has 5000 tokens"),
+        ({"prompt": [[1], [1] * 100], "max_tokens": 4090}, "prompt[1] (100 tokens) plus max_tokens (4090)"),
+        ({"logit_bias": {"1": 5, "2": 101}}, 'logit_bias: {"2": 101.0} is not usable; give a number from -100 to 100'),
+        ({"best_of": 3}, "best_of: 3 is not supported; leave it out or give n (1)"),
+        ({"suffix": "x"}, 'suffix: "x" is not supported; leave it out or give ""'),
+    ],
+)
+async def test_a_refusal_says_which_of_several_is_wrong_and_what_would_be_right(service, fields, sentence):
+    response = await service.complete(**{"prompt": "hi", **fields})
+    assert response.status_code == 400
+    assert sentence in response.json()["error"]["message"]
 
 
 async def test_best_of_n_is_the_same_as_n(short):

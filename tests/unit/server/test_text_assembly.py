@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,12 +55,13 @@ def test_no_piece_holds_half_a_character_however_tokens_are_cut(text, sizes):
     assert all("\N{REPLACEMENT CHARACTER}" not in piece.text for piece in pieces) or "\N{REPLACEMENT CHARACTER}" in text
 
 
-@given(st.text("ab🙂", max_size=30), st.lists(SHORT, min_size=1, max_size=3), sizes)
+@given(st.text("ab🙂", max_size=30), st.lists(SHORT, min_size=1, max_size=3), sizes, st.integers(0, 20))
 @settings(max_examples=200)
-def test_the_text_ends_where_the_first_stop_string_is_complete(text, stops, sizes):
-    assembler, pieces = assemble(text, sizes, stop=tuple(stops))
+def test_the_text_ends_where_the_first_stop_string_that_counts_is_complete(text, stops, sizes, min_tokens):
+    assembler, pieces = assemble(text, sizes, stop=tuple(stops), min_tokens=min_tokens)
     shown = "".join(piece.text for piece in pieces)
     ends = [end for end in range(1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    ends = [end for end in ends if tokens_to_reach(text, end) >= min_tokens]
     if not ends:
         assert shown == text
         assert assembler.finish is FinishReason.LENGTH
@@ -100,6 +102,12 @@ def test_an_incomplete_character_at_the_end_is_shown_as_such():
     half = TOKENIZER.encode("é", add_special=False)[:1]
     piece = assembler.push(TokenEvent(request_id="r", token_ids=half, finish=FinishReason.LENGTH))
     assert piece.text == "\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize(("text", "shown"), [("abxyzc", "ab"), ("xyzabxyz", "xyzab"), ("xyzabc", "xyzabc")])
+def test_a_stop_string_counts_that_begins_before_min_tokens_and_ends_at_or_after_it(text, shown):
+    _, pieces = assemble(text, [1], stop=("xyz",), min_tokens=4)
+    assert "".join(piece.text for piece in pieces) == shown
 
 
 def test_a_partial_stop_string_is_shown_once_nothing_can_complete_it():
