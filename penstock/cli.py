@@ -3,6 +3,7 @@
 Each command imports what it needs when it runs, so that `--help` and `version` load neither torch nor a web server.
 """
 
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -151,6 +152,8 @@ def generate(
     """Continue a prompt once, without a server."""
     from penstock.commands import generate
 
+    if prompt == "-" and isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # as in arguments: the command refuses them
     text = sys.stdin.read() if prompt == "-" else prompt
     return generate.run(sourced, text, SamplingParams(max_tokens=max_tokens, temperature=temperature or 0.0))
 

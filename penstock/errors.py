@@ -100,10 +100,13 @@ def as_json(value: object) -> str:
     if isinstance(value, str):
         value = value[: _SHOWN_CHARACTERS + 1]
     text = ""
-    for piece in json.JSONEncoder(ensure_ascii=False, default=repr).iterencode(value):
-        text += piece[: _SHOWN_CHARACTERS + 1]
-        if len(text) > _SHOWN_CHARACTERS:
-            break
+    try:
+        for piece in json.JSONEncoder(ensure_ascii=False, default=repr).iterencode(value):
+            text += piece[: _SHOWN_CHARACTERS + 1]
+            if len(text) > _SHOWN_CHARACTERS:
+                break
+    except (TypeError, ValueError):  # Python's own objects may have keys, or hold themselves, as no JSON does
+        text = repr(value)
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 

@@ -6,7 +6,7 @@ The same engine, scheduler and text assembly as the server's, without the socket
 import asyncio
 import operator
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -21,8 +21,10 @@ from penstock.engine.timeline import Timeline
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import EngineFailed, EngineUnavailable, InvalidParameter, RequestError, TemplateFailed
 from penstock.models import store
+from penstock.protocol.openai_chat import ChatMessage, check_messages
 from penstock.request import FinishReason, SamplingParams, check_answer_fits, check_text_tokens
 from penstock.server.chat_template import ChatTemplate
+from penstock.server.config import read_template
 from penstock.server.text_assembly import TextAssembler
 
 Prompt = str | Sequence[int]
@@ -86,6 +88,8 @@ class LLM:
 
     def __init__(self, model: str = "smollm2-135m", *, progress: Progress | None = None, **options: Any) -> None:
         sourced = gather({"model": model, **options}, environ={})
+        template = sourced.options.chat_template
+        own_template = read_template(template) if template is not None else None
         files = store.resolve(
             model,
             cache_dir=sourced.options.cache_dir,
@@ -95,6 +99,7 @@ class LLM:
         timeline = Timeline(time.monotonic())
         built = build_engine(sourced, files, timeline, for_batches=True, progress=progress)
         self.tokenizer = Tokenizer.load(files)
+        self._chat_template = own_template or self.tokenizer.chat_template
         self.config = built.config
         self.settings = built.settings
         self.spec = built.spec
@@ -114,18 +119,20 @@ class LLM:
         done = self._run(ids, each)
         return [request.completion(chosen) for request, chosen in zip(done, each, strict=True)]
 
-    def chat(self, messages: list[dict[str, str]], params: SamplingParams | None = None) -> Completion:
-        """Answer a conversation, through the model's chat template."""
-        if self.tokenizer.chat_template is None:
-            raise TemplateFailed("this model has no chat template; use generate()", param="messages")
-        text = asyncio.run(self._render(self.tokenizer.chat_template, messages))
+    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Completion:
+        """Answer a conversation, through the model's chat template. Messages are those of /v1/chat/completions."""
+        checked = check_messages(messages)
+        if self._chat_template is None:
+            right = "use generate(), or give a Jinja file as chat_template"
+            raise TemplateFailed(f"this model has no chat template; {right}", param="messages")
+        text = asyncio.run(self._render(self._chat_template, checked))
         ids = self.tokenizer.encode(text, add_special=False)
         check_text_tokens(ids, self.spec.vocab_size, param="messages")
         return self.generate([ids], params)[0]
 
-    def score(self, prompts: Iterable[Prompt]) -> list[list[float | None]]:
+    def score(self, prompts: Prompt | Iterable[Prompt]) -> list[list[float | None]]:
         """Return each prompt token's log-probability given those before it; the first has none."""
-        ids = [self._to_ids(prompt) for prompt in prompts]
+        ids = [self._to_ids(prompt) for prompt in _as_list(prompts)]
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True)
         return [request.prompt_logprobs for request in self._run(ids, [params] * len(ids))]
 
@@ -154,16 +161,18 @@ class LLM:
     ) -> list[SamplingParams]:
         if params is None:
             params = SamplingParams()
-        for chosen in (params,) if isinstance(params, SamplingParams) else params:
+        right = "give SamplingParams, or a list with one for each prompt"
+        listed = [params] if isinstance(params, SamplingParams) else _listed("params", params, right)
+        for chosen in listed:
             if not isinstance(chosen, SamplingParams):
-                raise RequestError(f"{chosen!r} is not usable; give SamplingParams", param="params")
+                raise InvalidParameter("params", chosen, right)
             chosen.check_types()
         if isinstance(params, SamplingParams):
-            return [params] * len(prompts)
-        if len(params) != len(prompts):
-            message = f"there are {len(params)} params for {len(prompts)} prompts; give one, or one for each"
+            return listed * len(prompts)
+        if len(listed) != len(prompts):
+            message = f"there are {len(listed)} params for {len(prompts)} prompts; give one, or one for each"
             raise RequestError(message, param="params")
-        return list(params)
+        return listed
 
     def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[_Open]:
         """Run requests to their ends, keeping the engine's queue within its bound. The longest answers start first."""
@@ -213,12 +222,12 @@ class LLM:
                 del open_requests[event.request_id]
                 self._engine.abort(b"", [event.request_id], FinishReason.STOP)
 
-    async def _render(self, template: str, messages: list[dict[str, str]]) -> str:
+    async def _render(self, template: str, messages: list[ChatMessage]) -> str:
         chat_template = ChatTemplate(
             template, bos_token=self.tokenizer.bos_text or "", eos_token=self.tokenizer.eos_text or ""
         )
         try:
-            return await chat_template.render(messages)
+            return await chat_template.render([message.for_template() for message in messages])
         finally:
             await chat_template.close()
 
@@ -226,10 +235,8 @@ class LLM:
 def _token_ids(prompt: Sequence[int]) -> list[int]:
     """Return whole numbers of any library as Python's own. Raises InvalidParameter where they are something else."""
     right = "give a text or a list of token ids"
-    if not isinstance(prompt, Iterable):
-        raise InvalidParameter("prompt", prompt, right)
     token_ids = []
-    for item in prompt:
+    for item in _listed("prompt", prompt, right):
         try:
             token_ids.append(operator.index(item))
         except TypeError:
@@ -243,5 +250,18 @@ def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """One prompt counts as a list of one: a text, or a run of token ids."""
     if isinstance(prompts, str):
         return [prompts]
-    listed: list[Any] = list(prompts)
-    return [listed] if listed and isinstance(listed[0], int) else listed
+    listed = _listed("prompt", prompts, "give a text or a list of token ids, or a list of such prompts")
+    return [listed] if listed and _is_number(listed[0]) else listed
+
+
+def _is_number(item: object) -> bool:
+    """Whether it is one number, be it another library's: an array without dimensions is."""
+    return isinstance(item, int) or getattr(item, "ndim", None) == 0
+
+
+def _listed(param: str, value: object, right: str) -> list[Any]:
+    """Return what a list, a tuple, an array or a generator holds. Raises InvalidParameter for anything else."""
+    is_other = isinstance(value, str | bytes | Mapping | Set) or getattr(value, "ndim", 1) == 0
+    if is_other or not isinstance(value, Iterable):
+        raise InvalidParameter(param, value, right)
+    return list(value)

@@ -6,6 +6,7 @@ it could; a failure is something that will not work.
 
 import dataclasses
 import enum
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -179,6 +180,9 @@ def check_port(options: Options) -> Finding:
             probe.bind((options.host, options.port))
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or "no such address"
+            if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+                advice = "give an address of this machine with --host"
+                return Finding("port", Status.FAIL, f"{options.host} is not of this machine ({reason})", advice)
             advice = "a server may be running already; serve on another with --port"
             return Finding("port", Status.WARN, f"{where} cannot be used ({reason})", advice)
     return Finding("port", Status.OK, f"{where} is free")

@@ -13,6 +13,7 @@ _DEFAULT_TOKENS = 128
 
 def run(sourced: Sourced, prompt: str, params: SamplingParams) -> int:
     """Print the prompt's continuation and nothing else, so that it can be piped on."""
+    _require_text(prompt)
     fetch(sourced.options)
     given = {name: getattr(sourced.options, name) for name in sourced.sources if name != "model"}
     with LLM(sourced.options.model, **given) as llm:
@@ -25,3 +26,13 @@ def run(sourced: Sourced, prompt: str, params: SamplingParams) -> int:
         (completion,) = llm.generate([prompt], params)
     print(completion.text)
     return 0
+
+
+def _require_text(prompt: str) -> None:
+    """Refuse bytes that are no UTF-8: Python has them stand as halves of surrogate pairs."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        place = len(prompt[: error.start].encode("utf-8", "surrogateescape"))
+        beginning = prompt[:80].encode("utf-8", "surrogateescape")
+        raise ConfigError("PROMPT", beginning, f"byte {place} is not UTF-8; convert the text to UTF-8 first") from None

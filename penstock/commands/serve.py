@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shlex
+from collections.abc import Mapping
 
 from rich.console import Console, Group
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
@@ -19,6 +20,9 @@ from penstock.run_folder import run_folder
 from penstock.server import config as server_config
 from penstock.server.supervisor import ENGINE_MODULE, Supervisor
 
+_BEGINNING = "The capital of France is"
+_AMPLE_CONTEXT_TOKENS = 2048  # whatever a chat template adds to a question, an answer fits as well
+
 
 def run(sourced: Sourced, *, engine_module: str = ENGINE_MODULE) -> int:
     """Serve until told to stop; return the exit status. `engine_module` is what the engine process runs."""
@@ -33,8 +37,10 @@ def run(sourced: Sourced, *, engine_module: str = ENGINE_MODULE) -> int:
 
         def announce(supervisor: Supervisor) -> None:
             bar.close()
-            chats = bool(config.chat_template or Tokenizer.load(files).chat_template)
-            line = try_line(supervisor.url, config.served_name, has_keys=supervisor.config.needs_keys, chats=chats)
+            tokenizer = Tokenizer.load(files)
+            chats = bool(config.chat_template or tokenizer.chat_template)
+            question = first_question(tokenizer, chats=chats, context_tokens=supervisor.context_tokens)
+            line = try_line(supervisor.url, config.served_name, question, has_keys=supervisor.config.needs_keys)
             console.print(banner(supervisor, config.served_name, line), soft_wrap=True)
 
         async def serve() -> int:
@@ -75,13 +81,21 @@ def banner(supervisor: Supervisor, model: str, line: str) -> Group:
     )
 
 
-def try_line(url: str, model: str, *, has_keys: bool, chats: bool) -> str:
+def first_question(tokenizer: Tokenizer, *, chats: bool, context_tokens: int) -> dict[str, object]:
+    """Return the fields of a request that is answered whatever the context: prompt or messages, and a length."""
+    if context_tokens >= _AMPLE_CONTEXT_TOKENS:
+        if chats:
+            return {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 64}
+        return {"prompt": _BEGINNING, "max_tokens": 64}
+    # Without a length the answer ends with the context at the latest; what a template adds might not fit.
+    fits = len(tokenizer.encode(_BEGINNING, add_special=True)) < context_tokens
+    return {"prompt": _BEGINNING if fits else [0]}
+
+
+def try_line(url: str, model: str, question: Mapping[str, object], *, has_keys: bool) -> str:
     """Return a command that works as printed (with the caller's own key, where keys are needed)."""
-    question: dict[str, object] = {"prompt": "The capital of France is"}
-    if chats:
-        question = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
-    body = json.dumps({"model": model, **question, "temperature": 0, "max_tokens": 64})
-    route = "chat/completions" if chats else "completions"
+    body = json.dumps({"model": model, **question, "temperature": 0})
+    route = "chat/completions" if "messages" in question else "completions"
     key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if has_keys else ""
     return f"curl -s {url}/v1/{route}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 

@@ -132,8 +132,11 @@ def warm_up(engine: Engine, config: EngineConfig) -> None:
     unusable = EngineFailed("the model gave no usable numbers in its first step; its weights may be damaged")
     metrics = engine.scheduler.metrics
     engine.scheduler.count_into(EngineMetrics())
-    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    most = min(config.max_context_tokens - 2, config.max_step_tokens, config.num_blocks * config.block_tokens // 2)
+    num_answer = min(2, config.max_context_tokens - 1)
+    params = SamplingParams(max_tokens=num_answer, temperature=0.0, ignore_eos=True)
+    most = min(
+        config.max_context_tokens - num_answer, config.max_step_tokens, config.num_blocks * config.block_tokens // 2
+    )
     longer = _WARM_UP_TOKENS if config.device_kind == "cuda" else ()
     events: list[Addressed] = []
     engine.raises_failures = True

@@ -14,8 +14,8 @@ from penstock.models.spec import Activation, LayerSpec, ModelSpec, RopeSpec
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _DTYPES: Mapping[str, str] = {name: name for name in ("float32", "float16", "bfloat16")}
 
-
 MAX_LAYERS = 4096
+MIN_POSITIONS = 2  # for a prompt and an answer of one token each
 
 
 def read_decoder(
@@ -47,7 +47,7 @@ def read_decoder(
     if head_dim is None and "head_dim" not in settings and hidden_size % num_heads:
         raise settings.refusal("num_attention_heads", f"it must divide hidden_size ({hidden_size}), or give head_dim")
     head_dim = settings.integer("head_dim", head_dim or hidden_size // num_heads)
-    max_position = settings.integer("max_position_embeddings", max_position)
+    max_position = settings.integer("max_position_embeddings", max_position, low=MIN_POSITIONS)
     if ropes is None:
         ropes = (
             read_rope(
@@ -113,7 +113,7 @@ def read_gguf_decoder(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position=_usable_positions(settings.integer("context_length"), ropes),
+        max_position=_usable_positions(settings.integer("context_length", low=MIN_POSITIONS), ropes),
         norm_eps=settings.positive("attention.layer_norm_rms_epsilon"),
         layers=(LayerSpec(),) * settings.integer("block_count", high=MAX_LAYERS),
         ropes=ropes,

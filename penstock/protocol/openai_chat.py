@@ -9,12 +9,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, WithJsonSchema, model_validator
 
 from penstock.errors import InvalidParameter
 from penstock.protocol.generation import GenerationRequest, Usage
 from penstock.protocol.labels import Labels
-from penstock.protocol.wire import WireModel, object_schema
+from penstock.protocol.wire import WireModel, object_schema, request_error
 from penstock.request import MAX_COUNT, MAX_LOGPROBS
 
 MAX_MESSAGES = 8192
@@ -79,6 +79,15 @@ class ChatMessage(WireModel):
 
 # The first wrong one is told: there may be thousands.
 MessageList = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+_MESSAGES: TypeAdapter[list[ChatMessage]] = TypeAdapter(MessageList)
+
+
+def check_messages(messages: object) -> list[ChatMessage]:
+    """Return messages that came without a request around them. Raises RequestError, as for those of a request."""
+    try:
+        return _MESSAGES.validate_python(messages)
+    except ValidationError as error:
+        raise request_error(error, ChatMessage.GUIDE, within=("messages",)) from None
 
 
 class ChatRequest(GenerationRequest):

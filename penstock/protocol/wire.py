@@ -83,7 +83,18 @@ def parse_request(kind: type[Request], body: bytes) -> Request:
     try:
         return kind.model_validate(document)
     except ValidationError as error:
-        raise _request_error(error.errors(include_url=False)[0], kind.GUIDE) from None
+        raise request_error(error, kind.GUIDE) from None
+
+
+def request_error(error: ValidationError, guide: str, within: tuple[str, ...] = ()) -> RequestError:
+    """Return what to raise for the first mistake; `within` is where what was checked lies in the request."""
+    details = error.errors(include_url=False)[0]
+    param = _dotted((*within, *details["loc"]))
+    if details["type"] == "missing":
+        return RequestError(f"{param} is required", param=param)
+    if details["type"] == "extra_forbidden":
+        return _unknown_parameter(param, guide)
+    return InvalidParameter(param, details["input"], _advice(details))
 
 
 def _check_number_of_parts(body: bytes) -> None:
@@ -106,15 +117,6 @@ def _refuse_nul(value: object, location: tuple[int | str, ...]) -> None:
         if isinstance(name, str):
             _refuse_nul(name, location)
         _refuse_nul(part, (*location, name))
-
-
-def _request_error(details: ErrorDetails, guide: str) -> RequestError:
-    param = _dotted(details["loc"])
-    if details["type"] == "missing":
-        return RequestError(f"{param} is required", param=param)
-    if details["type"] == "extra_forbidden":
-        return _unknown_parameter(param, guide)
-    return InvalidParameter(param, details["input"], _advice(details))
 
 
 def _unknown_parameter(param: str, guide: str) -> RequestError:

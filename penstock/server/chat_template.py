@@ -7,6 +7,8 @@ that finds it dead is rendered by a new one. Knows nothing of tokens.
 
 import asyncio
 import contextlib
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -63,6 +65,8 @@ class ChatTemplate:
         text = answer.get("text")
         if not isinstance(text, str):
             raise _failure(answer)
+        if not text:
+            raise _failure({"error": "it made an empty prompt of these messages"})
         return text
 
     async def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -91,9 +95,14 @@ class ChatTemplate:
             await self._kill()
             seconds = f"{self._render_seconds:g} s"
             raise TemplateFailed(f"the chat template took longer than {seconds}", param="messages") from None
+        except UnicodeEncodeError:  # before anything was sent
+            reason = "a message holds half of a surrogate pair; give whole characters"
+            raise TemplateFailed(reason, param="messages") from None
         except (*_DIED, ValueError):
-            await self._kill()
-            raise TemplateFailed("the chat template broke its limits and was ended", param="messages") from None
+            # Its own clock ends it where there is nobody to do so, or when it takes too long to compile.
+            is_late = await self._kill() == -signal.SIGALRM
+            reason = f"took longer than {self._setup['seconds']:g} s" if is_late else "broke its limits and was ended"
+            raise TemplateFailed(f"the chat template {reason}", param="messages") from None
         except asyncio.CancelledError:
             await self._kill()  # or its answer would be taken for the next one's
             raise
@@ -121,15 +130,18 @@ class ChatTemplate:
                 raise _failure(answer)
         return self._process
 
-    async def _kill(self) -> None:
+    async def _kill(self) -> int | None:
+        """End the process, if there is one, and return what it ended with."""
         process, self._process = self._process, None
         if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+            return None
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                # process.kill() would reap one that has ended, and whoever waits for it then reports a stranger.
+                os.kill(process.pid, signal.SIGKILL)
         assert process.stdin is not None
         process.stdin.close()
-        await process.wait()
+        return await process.wait()
 
 
 def _as_system(message: dict[str, str]) -> dict[str, str]:

@@ -71,7 +71,7 @@ def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
         admin=options.admin_listen,
         shared_prefixes=load_prefixes(options.shared_prefixes) if options.shared_prefixes is not None else (),
         gateways=read_gateways(options.gateway, options.host) if options.gateway is not None else (),
-        chat_template=_read_template(options.chat_template) if options.chat_template is not None else None,
+        chat_template=read_template(options.chat_template) if options.chat_template is not None else None,
         targets=Targets(_seconds(options.target_ttft_ms), _seconds(options.target_time_per_token_ms)),
         max_body_bytes=options.max_body_bytes,
         drain_seconds=options.drain_seconds,
@@ -174,7 +174,8 @@ def _served_name(sourced: Sourced) -> tuple[str, str]:
     return options.model, "auto: the model's name"
 
 
-def _read_template(path: str) -> str:
+def read_template(path: str) -> str:
+    """Return the text of the file that `--chat-template` names. Raises ConfigError."""
     try:
         with open(path, "rb") as file:
             data = file.read(_MAX_TEMPLATE_BYTES + 1)
@@ -183,6 +184,8 @@ def _read_template(path: str) -> str:
         raise ConfigError("--chat-template", path, f"it cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise ConfigError("--chat-template", path, "it is not UTF-8 text") from error
+    if not data.strip():
+        raise ConfigError("--chat-template", path, "it is empty")
     if len(data) > _MAX_TEMPLATE_BYTES:
         raise ConfigError("--chat-template", path, f"it is larger than {_MAX_TEMPLATE_BYTES} bytes")
     return text

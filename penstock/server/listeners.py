@@ -3,6 +3,7 @@
 Bound before anything costly starts, and handed to the API workers. Knows nothing of what is served on them.
 """
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -63,7 +64,7 @@ def listen(host: str, port: int, *, option: str = "--port") -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        if isinstance(error, socket.gaierror):
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError("--host", host, "give an address of this machine") from error
         right = f"it cannot be listened on at {host} ({os.strerror(error.errno or 0)}); give another {option}"
         raise ConfigError(option, port, right) from error

@@ -252,6 +252,13 @@ class Supervisor:
         folder.mkdir(exist_ok=True)
         return folder
 
+    @property
+    def context_tokens(self) -> int:
+        """The longest context served. Known once the engine is ready."""
+        assert self._client is not None
+        assert self._client.info is not None
+        return self._client.info.max_context_tokens
+
     # ------------------------------------------------------------ start and end
 
     async def _announce(self) -> None:

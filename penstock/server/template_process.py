@@ -91,7 +91,11 @@ def _read_frame(stream: BinaryIO) -> dict[str, Any] | None:
 
 
 def _write_frame(stream: BinaryIO, document: dict[str, Any]) -> None:
-    stream.write(encode_frame(document))
+    try:
+        frame = encode_frame(document)
+    except UnicodeEncodeError:
+        frame = encode_frame({"error": "it wrote half of a surrogate pair, which is no character"})
+    stream.write(frame)
     stream.flush()
 
 
@@ -120,12 +124,14 @@ def _answer(renderer: TemplateRenderer, request: dict[str, Any]) -> dict[str, An
         return {"text": renderer.render(request["messages"])}
     except jinja2.TemplateError as error:
         return {"error": str(error)[:500]}
-    except MemoryError:
-        return {"error": "it needed more memory than it may have"}
-    except RecursionError:
-        return {"error": "it is nested too deeply"}
+    except (MemoryError, RecursionError) as error:
+        return {"error": _exhaustion(error)}
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         return {"error": f"{type(error).__name__}: {error}"[:500]}  # a mistake in the template's own expressions
+
+
+def _exhaustion(error: MemoryError | RecursionError) -> str:
+    return "it needed more memory than it may have" if isinstance(error, MemoryError) else "it is nested too deeply"
 
 
 def main() -> None:
@@ -140,7 +146,8 @@ def main() -> None:
         with _time_limit(seconds):  # constants are computed when a template is compiled
             renderer = TemplateRenderer(setup["template"], setup["variables"], setup["max_characters"])
     except (jinja2.TemplateError, RecursionError, MemoryError) as error:
-        _write_frame(answers, {"error": f"it is not valid: {error}"[:500]})
+        reason = f"it is not valid: {error}" if isinstance(error, jinja2.TemplateError) else _exhaustion(error)
+        _write_frame(answers, {"error": reason[:500]})
         return
     _write_frame(answers, {"text": ""})
     while (request := _read_frame(requests)) is not None:

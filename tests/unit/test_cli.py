@@ -1,6 +1,7 @@
 """The `penstock` command: flags come from the table of options, and mistakes end in one sentence."""
 
 import dataclasses
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -166,6 +167,14 @@ def test_help_shows_the_options_by_group(capsys: pytest.CaptureFixture[str]) -> 
     shown = capsys.readouterr().out
     for group in ("Model", "Device", "Memory", "Scheduler", "Server"):
         assert f"{group} options" in shown
+
+
+def test_standard_input_that_is_no_utf_8_is_refused_as_such(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    assert run("generate", "-") == 2
+    assert "byte 0 is not UTF-8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,17 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from penstock import LLM, SamplingParams
-from penstock.errors import ContextTooLong, EngineUnavailable, InvalidParameter, RequestError, TemplateFailed
+from penstock.errors import (
+    ConfigError,
+    ContextTooLong,
+    EngineUnavailable,
+    InvalidParameter,
+    RequestError,
+    TemplateFailed,
+)
 from tests.fakes.tiny_tokenizer import write_tokenizer
 from tests.tiny_engine import CONFIG
 
@@ -66,9 +74,67 @@ def test_what_is_neither_text_nor_token_ids_is_the_callers_mistake(llm, prompts)
             call(prompts)
 
 
-def test_token_ids_of_numpy_are_token_ids(llm):
+@pytest.mark.parametrize("prompts", [None, 5, {"prompt": "abc"}, {(1, 2): 3}, b"abc", {"a", "b"}, torch.tensor(5)])
+def test_what_is_no_prompt_nor_a_list_of_them_is_the_callers_mistake(llm, prompts):
+    for call in (llm.generate, llm.score):
+        with pytest.raises(InvalidParameter, match=r"^prompt: .* is not usable; give a text or a list of token"):
+            call(prompts)
+
+
+@pytest.mark.parametrize("params", [5, "greedy", {"max_tokens": 2}, [5], [None]])
+def test_params_of_another_type_are_the_callers_mistake(llm, params):
+    with pytest.raises(InvalidParameter, match=r"^params: .* give SamplingParams, or a list with one for each prompt$"):
+        llm.generate(["a"], params)
+
+
+@pytest.mark.parametrize(
+    "prompts", [[np.array([5, 6])], np.array([5, 6]), torch.tensor([5, 6]), torch.tensor([[5, 6]])]
+)
+def test_token_ids_of_other_libraries_are_token_ids(llm, prompts):
+    (completion,) = llm.generate(prompts, SamplingParams(max_tokens=1))
+    assert completion.num_prompt_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ("hi", r'^messages: "hi" is not usable; give a list'),
+        (None, r"^messages: null is not usable; give a list"),
+        ([], r"^messages: \[\] is not usable; give at least 1 entry"),
+        ([1], r"^messages\[0\]: 1 is not usable; give an object"),
+        ([{"role": "user"}], r"^messages\[0\]\.content is required"),
+        ([{"role": "user", "content": "\ud800"}], r"^a message holds half of a surrogate pair; give whole characters"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], r"^messages\[0\]\.content: .* give text parts"),
+    ],
+)
+def test_messages_are_refused_as_the_server_refuses_them(llm, messages, complaint):
+    with pytest.raises(RequestError, match=complaint):
+        llm.chat(messages)
+
+
+def test_text_parts_of_a_message_are_one_text(llm):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     params = SamplingParams(max_tokens=1)
-    assert llm.generate([np.array([5, 6])], params)[0].num_prompt_tokens == 2
+    joined, apart = (llm.chat([{"role": "user", "content": content}], params) for content in ("a\nb", parts))
+    assert joined.num_prompt_tokens == apart.num_prompt_tokens
+
+
+def test_a_chat_template_of_ones_own_replaces_the_models(folder, tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages[0].content }}")
+    with LLM(folder, chat_template=str(file), **OPTIONS) as llm:
+        token_ids = llm.tokenizer.encode("abc", add_special=False)
+        answer = llm.chat([{"role": "user", "content": "abc"}], SamplingParams(max_tokens=1))
+        assert answer.num_prompt_tokens == len(token_ids)
+
+
+@pytest.mark.parametrize(("content", "complaint"), [(None, "it cannot be read"), (" \n", "it is empty")])
+def test_a_chat_template_that_is_none_is_refused(folder, tmp_path, content, complaint):
+    file = tmp_path / "own.jinja"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=rf"^--chat-template: .*own\.jinja' is not usable; {complaint}"):
+        LLM(folder, chat_template=str(file), **OPTIONS)
 
 
 def test_a_text_with_a_token_that_the_model_lacks_is_not_asked_for_token_ids(llm, monkeypatch):
@@ -105,7 +171,7 @@ def test_as_many_params_as_prompts_are_wanted(llm):
 
 
 def test_a_chat_needs_a_template(llm, monkeypatch):
-    monkeypatch.setattr(llm.tokenizer, "chat_template", None)
+    monkeypatch.setattr(llm, "_chat_template", None)
     with pytest.raises(TemplateFailed, match="no chat template"):
         llm.chat([{"role": "user", "content": "hi"}])
 

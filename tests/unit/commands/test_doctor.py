@@ -108,6 +108,14 @@ def test_a_port_in_use_is_a_warning_and_a_free_one_is_fit() -> None:
     assert doctor.check_port(Options(port=0)).status is Status.OK
 
 
+@pytest.mark.parametrize("host", ["nope.invalid", "192.0.2.1"])
+def test_a_host_that_is_not_this_machine_s_fails_by_name(host: str) -> None:
+    finding = doctor.check_port(Options(host=host))
+    assert finding.status is Status.FAIL
+    assert finding.found.startswith(f"{host} is not of this machine")
+    assert "--host" in finding.advice
+
+
 @pytest.mark.parametrize(
     ("limit", "status"), [(64, "fail"), (1024, "warn"), (65536, "ok"), (resource.RLIM_INFINITY, "ok")]
 )

@@ -87,3 +87,9 @@ def test_a_prompt_without_a_token_is_refused_with_what_to_give(made: list[FakeLl
         generate.run(gather({}, environ={}), "", SamplingParams())
     (llm,) = made
     assert llm.asked is None and llm.closed
+
+
+def test_a_prompt_that_is_no_utf_8_is_refused_with_the_place(made: list[FakeLlm]) -> None:
+    with pytest.raises(ConfigError, match=r"^PROMPT: b'caf\\xe9' is not usable; byte 3 is not UTF-8"):
+        generate.run(gather({}, environ={}), "caf\udce9", SamplingParams())
+    assert made == []

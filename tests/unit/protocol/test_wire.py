@@ -65,7 +65,7 @@ def test_every_form_of_prompt_becomes_a_list_of_prompts(prompt, expected):
     assert completion(prompt=prompt).prompt == expected
 
 
-@pytest.mark.parametrize("prompt", [[], [[]], [1, "a"], [[1], "a"], [True], {"a": 1}, None, 5, [1.0]])
+@pytest.mark.parametrize("prompt", [[], [1, "a"], [[1], "a"], [True], {"a": 1}, None, 5, [1.0]])
 def test_any_other_prompt_is_refused(prompt):
     with pytest.raises(InvalidParameter, match="prompt"):
         completion(prompt=prompt)

@@ -1,6 +1,7 @@
 """/v1/chat/completions through the real openai client and over plain HTTP."""
 
 import asyncio
+import json
 import struct
 
 import openai

@@ -1,6 +1,7 @@
 """Chat templates render as the reference does; what a hostile one does, it does not do for long."""
 
 import asyncio
+import subprocess
 
 import pytest
 import uvloop
@@ -96,7 +97,7 @@ async def test_a_template_that_does_not_end_is_ended(make, text):
 
 
 async def test_a_template_that_does_not_compile_in_time_is_ended(make):
-    with pytest.raises(TemplateFailed, match="ended"):
+    with pytest.raises(TemplateFailed, match=r"took longer than 1\.1 s"):
         await make("{{ 9 ** 999999999 }}", render_seconds=0.1).render(MESSAGES)
 
 
@@ -112,6 +113,31 @@ async def test_a_template_that_does_not_compile_in_time_is_ended(make):
 async def test_a_template_cannot_fill_the_memory(make, text):
     with pytest.raises(TemplateFailed):
         await make(text).render(MESSAGES)
+
+
+async def test_a_template_too_deep_to_compile_says_so(make):
+    with pytest.raises(TemplateFailed, match="failed: it is nested too deeply"):
+        await make("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}").start()
+
+
+async def test_half_a_surrogate_pair_is_no_broken_limit(make):
+    template = make("{% if messages[0].content == 'half' %}{{ '\\ud800' }}{% endif %}ok")
+    with pytest.raises(TemplateFailed, match="it wrote half of a surrogate pair"):
+        await template.render([{"role": "user", "content": "half"}])
+    assert await template.render(MESSAGES) == "ok"
+
+
+async def test_a_template_that_makes_no_prompt_is_told(make):
+    with pytest.raises(TemplateFailed, match="it made an empty prompt of these messages"):
+        await make("{# nothing #}").render(MESSAGES)
+
+
+async def test_the_process_is_killed_without_being_reaped_behind_the_back_of_the_loop(make, monkeypatch):
+    """What polls for it while the loop waits for it makes the loop report a stranger on standard error."""
+    template = make("ok")
+    await template.start()
+    monkeypatch.delattr(subprocess.Popen, "poll")
+    await template.close()
 
 
 async def test_a_prompt_has_a_longest_length(make):

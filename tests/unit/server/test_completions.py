@@ -146,7 +146,7 @@ async def test_what_cannot_be_done_is_refused_by_name(service, fields, param):
         ({"prompt": ["a", 5]}, "a list of lists of token ids: entry 1 is something else"),
         ({"prompt": [1, 2, True]}, "a list of lists of token ids: entry 2 is something else"),
         ({"prompt": [[1], [1] * 5000]}, "prompt[1] has 5000 tokens"),
-        ({"prompt": [[1], [1] * 100], "max_tokens": 4090}, "prompt[1] (100 tokens) plus max_tokens (4090)"),
+        ({"prompt": [[1], [1] * 500], "max_tokens": 20}, "prompt[1] (500 tokens) plus max_tokens (20)"),
         ({"logit_bias": {"1": 5, "2": 101}}, 'logit_bias: {"2": 101.0} is not usable; give a number from -100 to 100'),
         ({"best_of": 3}, "best_of: 3 is not supported; leave it out or give n (1)"),
         ({"suffix": "x"}, 'suffix: "x" is not supported; leave it out or give ""'),
