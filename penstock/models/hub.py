@@ -4,6 +4,7 @@
 """
 
 import io
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,14 +12,15 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from httpx import HTTPError
-from huggingface_hub import constants, hf_hub_download, snapshot_download
+from httpx import HTTPError, NetworkError, TimeoutException
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -50,6 +52,7 @@ def fetch_folder(
     hub_id: str, *, folder: Path, revision: str | None, weights: bool, progress: Progress | None = None
 ) -> Path:
     """Return the local snapshot of a repository, fetched or brought up to date. Its name is the commit."""
+    _log_once()
     patterns = _SETTINGS_FILES + (_WEIGHT_FILES if weights else [])
     with storing_in(folder), _explained(hub_id, revision):
         path = snapshot_download(
@@ -68,6 +71,7 @@ def fetch_file(
     hub_id: str, file_name: str, *, folder: Path, revision: str | None, progress: Progress | None = None
 ) -> Path:
     """Return the local copy of one file of a repository, such as a GGUF file."""
+    _log_once()
     with storing_in(folder), _explained(hub_id, revision, file_name):
         path = hf_hub_download(
             hub_id,
@@ -76,8 +80,26 @@ def fetch_file(
             cache_dir=folder,
             endpoint=os.environ.get("HF_ENDPOINT"),
             tqdm_class=_reporting_bar(hub_id, progress),
+            local_files_only=not _is_in_reach(hub_id, file_name, revision),
         )
     return Path(path)
+
+
+def _is_in_reach(hub_id: str, file_name: str, revision: str | None) -> bool:
+    """Whether the hub answers at all: the library tries six times before it says that it does not."""
+    endpoint = os.environ.get("HF_ENDPOINT")
+    try:
+        get_hf_file_metadata(hf_hub_url(hub_id, file_name, revision=revision, endpoint=endpoint), endpoint=endpoint)
+    except (NetworkError, TimeoutException, OfflineModeIsEnabled):
+        return False
+    except HfHubHTTPError:
+        pass  # an answer, of which the download makes what is to be made
+    return True
+
+
+def _log_once() -> None:
+    """Take away the library's own way to standard error: its lines go where all of the process's go."""
+    logging.getLogger("huggingface_hub").handlers.clear()
 
 
 @contextmanager

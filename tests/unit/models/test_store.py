@@ -1,6 +1,8 @@
 """Names of models resolved to files: aliases, folders, GGUF files and hub ids."""
 
 import hashlib
+import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -273,10 +275,22 @@ def test_a_file_that_the_hub_does_not_give_is_told_with_its_answer(hub: FileServ
         store.resolve("org/tiny/model.gguf", cache_dir=tmp_path)
 
 
-def test_without_a_network_a_hub_model_that_is_not_here_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("model", ["org/tiny", "org/tiny/model.gguf"])
+def test_without_a_network_a_hub_model_that_is_not_here_is_an_error_at_once(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits to try again"))
     with pytest.raises(ModelError, match="not here yet, and the hub cannot be reached"):
-        store.resolve("org/tiny", cache_dir=tmp_path)
+        store.resolve(model, cache_dir=tmp_path)
+    assert logging.getLogger("huggingface_hub").handlers == []  # or its lines would be there twice
+
+
+def test_without_a_network_a_gguf_file_that_was_fetched_before_is_found(
+    hub: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_hub.publish(hub, "org/tiny", {"model.gguf": b"GGUF"})
+    files = store.resolve("org/tiny/model.gguf", cache_dir=tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert store.resolve("org/tiny/model.gguf", cache_dir=tmp_path) == files
