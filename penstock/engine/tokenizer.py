@@ -24,6 +24,7 @@ from penstock.models.store import ModelFiles
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _LONG_TEXT_CHARACTERS = 4096  # from here on the batch call, which keeps no offsets, is the faster one
+_CHARACTER_BYTES = 4  # at most, in UTF-8
 _NFC_SHRINKS_BY = 3  # at most: three Hangul letters of three bytes become one syllable of three
 
 
@@ -105,6 +106,17 @@ class Tokenizer:
         detokenizer = Detokenizer(self, skip_special=skip_special)
         return detokenizer.push(ids) + detokenizer.flush()
 
+    def unfinished_bytes(self, ids: Sequence[int]) -> bytes:
+        """Return the bytes of a last character that ids begin and do not complete; most often there are none."""
+        tail = b""
+        for token_id in reversed(ids):
+            tail = (b"" if token_id in self.special_ids else self.token_bytes(token_id)) + tail
+            if len(tail) >= _CHARACTER_BYTES:
+                break
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(tail)
+        return decoder.getstate()[0]
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to a text; none for an id that does not exist."""
         return self._pieces.to_bytes(token_id)
@@ -123,12 +135,21 @@ class Detokenizer:
     """Turns a stream of ids into text, never half a character. The pieces add up to `decode` of all ids.
 
     With `after_prompt` the ids go on from others: a first space is then text, where the tokenizer would strip it.
+    `unfinished` are the bytes that the others left of a last character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, after_prompt: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special: bool = True,
+        after_prompt: bool = False,
+        unfinished: bytes = b"",
+    ) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(unfinished)
         self._strip = tokenizer.strips_first_space and not after_prompt
 
     def push(self, ids: Iterable[int]) -> str:

@@ -33,6 +33,7 @@ class Prompt:
 
     token_ids: list[int]
     text: str | None = None
+    unfinished: bytes = b""  # of its last character, where it is shown with the answer, which may complete it
 
 
 class Choice:

@@ -3,7 +3,7 @@
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.tokenizer import Detokenizer, Tokenizer
 from penstock.protocol.generation import Usage
 from penstock.protocol.openai_completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from penstock.server.answer import Choice
@@ -62,5 +62,7 @@ class CompletionReply(OpenAiReply):
         )
 
     def _prompt_text(self, choice: Choice) -> str:
-        text = choice.prompt.text
-        return text if text is not None else self._tokenizer.decode(choice.prompt.token_ids)
+        prompt = choice.prompt
+        if prompt.unfinished:
+            return Detokenizer(self._tokenizer).push(prompt.token_ids)  # the answer has its last character
+        return prompt.text if prompt.text is not None else self._tokenizer.decode(prompt.token_ids)

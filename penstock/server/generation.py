@@ -63,7 +63,7 @@ async def begin_answer(
     a choice of it was complete, and then nothing was submitted.
     """
     if begun is not None:
-        _check_unfinished(context, params, begun)
+        _check_unfinished(context, params, begun, [prompt for prompt in prompts for _ in range(num_choices)])
     most_tokens = [_most_tokens(context, caller, prompt, params) for prompt in prompts]
     need = Need(
         input_tokens=sum(len(prompt.token_ids) for prompt in prompts),
@@ -89,7 +89,7 @@ async def begin_answer(
                     max_tokens=max_tokens,
                     prompt_logprobs=params.prompt_logprobs and not so_far,
                 )
-                assembler = TextAssembler(context.tokenizer, own)
+                assembler = TextAssembler(context.tokenizer, own, unfinished=prompt.unfinished)
                 assembler.replay(so_far)
                 if begun is not None and index in begun.ended:
                     finish = FinishReason.LENGTH if assembler.num_tokens == most else FinishReason.STOP
@@ -140,9 +140,10 @@ def _call_tokens(is_first: bool, prompts: list[Prompt], num_choices: int) -> int
     return num_choices * sum(len(prompt.token_ids) for prompt in prompts) if is_first else 0
 
 
-def _check_unfinished(context: ServerContext, params: SamplingParams, begun: Begun) -> None:
-    for index, token_ids in enumerate(begun.token_ids):
-        assembler = TextAssembler(context.tokenizer, params)
+def _check_unfinished(context: ServerContext, params: SamplingParams, begun: Begun, prompts: list[Prompt]) -> None:
+    """`prompts` are those of the choices, one for each."""
+    for index, (token_ids, prompt) in enumerate(zip(begun.token_ids, prompts, strict=True)):
+        assembler = TextAssembler(context.tokenizer, params, unfinished=prompt.unfinished)
         assembler.replay(token_ids)
         if assembler.finish is not None and index not in begun.ended:
             raise InvalidParameter("continue_from", len(token_ids), "these tokens already hold a stop text")

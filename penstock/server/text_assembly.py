@@ -42,13 +42,14 @@ class TextAssembler:
     """Turns the token events of one request into pieces of text.
 
     `num_tokens` counts the tokens made, the one that ended the answer included; after a stop string matched, those up
-    to the match. `finish` is set with the last piece, and `push` may not be called after it.
+    to the match. `finish` is set with the last piece, and `push` may not be called after it. `unfinished` are bytes of
+    a character that the prompt began and left to the answer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, unfinished: bytes = b"") -> None:
         self.num_tokens = 0
         self.finish: FinishReason | None = None
-        self._detokenizer = Detokenizer(tokenizer, after_prompt=True)
+        self._detokenizer = Detokenizer(tokenizer, after_prompt=True, unfinished=unfinished)
         self._matcher = StopMatcher(list(params.stop)) if params.stop else None
         self._min_tokens = params.min_tokens
         self._scored = params.logprobs is not None

@@ -1,5 +1,7 @@
 """/v1/completions: texts or token ids in, their continuations out."""
 
+from dataclasses import replace
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -71,6 +73,8 @@ async def begin_completion(
     for place, text_or_ids in enumerate(wanted.prompt):
         name = "prompt" if len(wanted.prompt) == 1 else f"prompt[{place}]"
         prompt = await _prompt(context, text_or_ids, info, param=name)
+        if prompt.text is None and wanted.echo and not wanted.only_scores_prompt:
+            prompt = replace(prompt, unfinished=context.tokenizer.unfinished_bytes(prompt.token_ids))
         check_prompt(prompt, info, param=name)
         check_answer_fits(len(prompt.token_ids), wanted.max_tokens, info.max_context_tokens, prompt=name)
         prompts.append(prompt)

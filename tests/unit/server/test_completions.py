@@ -5,6 +5,7 @@ import pytest
 
 from penstock.engine.messages import TokenEvent
 from penstock.errors import EngineFailed
+from penstock.request import FinishReason
 from tests.unit.server.conftest import MODEL
 from tests.unit.server.openai_schema import check
 from tests.unit.server.sse import events_in, text_of
@@ -85,6 +86,27 @@ async def test_echo_puts_the_prompt_before_the_answer(short):
 async def test_echo_shows_the_text_of_a_prompt_of_token_ids(short):
     prompt = short.tokenizer.encode("héllo", add_special=False)
     assert (await short.complete(prompt, echo=True)).json()["choices"][0]["text"] == "héllo" + ANSWER
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 4])
+async def test_echo_keeps_a_character_whole_that_begins_in_the_prompt(short, cut):
+    *token_ids, end = short.tokenizer.encode("h🙂é", add_special=False)
+    prompt, rest = token_ids[:cut], token_ids[cut:]
+    last = TokenEvent(request_id="", token_ids=[end], finish=FinishReason.LENGTH)
+    short.engine.script = lambda request: (
+        [TokenEvent(request_id="", token_ids=[token_id]) for token_id in rest] + [last]
+    )
+    assert (await short.complete(prompt, echo=True, max_tokens=9)).json()["choices"][0]["text"] == "h🙂é"
+    streamed = events_in((await short.complete(prompt, echo=True, max_tokens=9, stream=True)).content)
+    assert text_of(streamed) == "h🙂é"
+
+
+async def test_a_character_that_nobody_completes_is_echoed_as_half_of_one(short):
+    prompt = short.tokenizer.encode("h🙂", add_special=False)[:2]
+    short.engine.script = lambda request: [TokenEvent(request_id="", finish=FinishReason.STOP)]
+    assert (await short.complete(prompt, echo=True)).json()["choices"][0]["text"] == "h\N{REPLACEMENT CHARACTER}"
+    scored = await short.complete(prompt, echo=True, max_tokens=0)
+    assert scored.json()["choices"][0]["text"] == "h\N{REPLACEMENT CHARACTER}"
 
 
 async def test_echo_with_scores_covers_prompt_and_answer(short):
