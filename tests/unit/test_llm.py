@@ -194,3 +194,10 @@ def test_what_was_closed_says_so(folder):
         for call in (llm.generate, llm.score):
             with pytest.raises(EngineUnavailable, match="was closed; make another"):
                 call(["hi"])
+
+
+def test_the_shortest_context_that_holds_a_prompt_and_an_answer_is_served(tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 512, "max_position_embeddings": 2}))
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        assert len(llm.generate([[5]], SamplingParams(ignore_eos=True))[0].token_ids) == 1
