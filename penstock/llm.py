@@ -23,8 +23,7 @@ from penstock.errors import EngineFailed, EngineUnavailable, InvalidParameter, R
 from penstock.models import store
 from penstock.protocol.openai_chat import ChatMessage, check_messages
 from penstock.request import FinishReason, SamplingParams, check_answer_fits, check_text_tokens
-from penstock.server.chat_template import ChatTemplate
-from penstock.server.config import read_template
+from penstock.server.chat_template import ChatTemplate, read_template
 from penstock.server.text_assembly import TextAssembler
 
 Prompt = str | Sequence[int]

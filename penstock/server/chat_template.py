@@ -13,17 +13,35 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-from penstock.errors import TemplateFailed
+from penstock.errors import ConfigError, TemplateFailed
 from penstock.server.template_frames import HEAD_BYTES, MAX_FRAME_BYTES, decode_document, encode_frame, length_in
 
 RENDER_SECONDS = 5.0
 START_SECONDS = 30.0
 MAX_PROMPT_CHARACTERS = 16 * 1024**2
+_MAX_TEMPLATE_BYTES = 1024 * 1024
 
 _MODULE = "penstock.server.template_process"
 
 # What talking to a process that has ended raises.
 _DIED = (asyncio.IncompleteReadError, ConnectionError)
+
+
+def read_template(path: str) -> str:
+    """Return the text of the file that `--chat-template` names. Raises ConfigError."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MAX_TEMPLATE_BYTES + 1)
+        text = data.decode("utf-8")
+    except OSError as error:
+        raise ConfigError("--chat-template", path, f"it cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("--chat-template", path, "it is not UTF-8 text") from error
+    if not data.strip():
+        raise ConfigError("--chat-template", path, "it is empty")
+    if len(data) > _MAX_TEMPLATE_BYTES:
+        raise ConfigError("--chat-template", path, f"it is larger than {_MAX_TEMPLATE_BYTES} bytes")
+    return text
 
 
 class ChatTemplate:

@@ -13,6 +13,7 @@ from penstock.config import Options, Setting, Sourced
 from penstock.errors import ConfigError
 from penstock.loopback import is_loopback
 from penstock.request import Targets
+from penstock.server.chat_template import read_template
 from penstock.server.registration import read_gateways
 from penstock.server.shared_prefixes import DeclaredPrefix, load_prefixes
 from penstock.store.key_ring import load_keys
@@ -22,7 +23,6 @@ from penstock.tenants import ApiKey
 
 _CORES_PER_WORKER = 8
 _MAX_AUTO_WORKERS = 8
-_MAX_TEMPLATE_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,20 +172,3 @@ def _served_name(sourced: Sourced) -> tuple[str, str]:
     if path.is_dir():
         return path.resolve().name, "auto: the model folder's name"
     return options.model, "auto: the model's name"
-
-
-def read_template(path: str) -> str:
-    """Return the text of the file that `--chat-template` names. Raises ConfigError."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_TEMPLATE_BYTES + 1)
-        text = data.decode("utf-8")
-    except OSError as error:
-        raise ConfigError("--chat-template", path, f"it cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError("--chat-template", path, "it is not UTF-8 text") from error
-    if not data.strip():
-        raise ConfigError("--chat-template", path, "it is empty")
-    if len(data) > _MAX_TEMPLATE_BYTES:
-        raise ConfigError("--chat-template", path, f"it is larger than {_MAX_TEMPLATE_BYTES} bytes")
-    return text
