@@ -181,8 +181,8 @@ async def test_both_names_of_the_length_limit_may_not_disagree(service):
     error_of(await service.chat(max_tokens=3, max_completion_tokens=4), 400, "invalid_parameter")
 
 
-async def test_text_with_a_nul_character_is_text(service):
-    assert (await service.complete("a\0b")).status_code == 200
+async def test_text_with_a_nul_character_is_refused(service):
+    assert "NUL" in error_of(await service.complete("a\0b"), 400, "invalid_parameter")["message"]
 
 
 async def test_a_body_declared_too_large_is_refused_unread(service):
