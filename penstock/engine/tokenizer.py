@@ -7,9 +7,9 @@ the same. Knows nothing of chat roles, requests or HTTP. No torch.
 import codecs
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -25,6 +25,8 @@ from penstock.models.store import ModelFiles
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _LONG_TEXT_CHARACTERS = 4096  # from here on the batch call, which keeps no offsets, is the faster one
 _NFC_SHRINKS_BY = 3  # at most: three Hangul letters of three bytes become one syllable of three
+
+Value = TypeVar("Value")
 
 
 class Tokenizer:
@@ -111,7 +113,17 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """A token's text by itself, with U+FFFD where its bytes are not whole characters."""
-        return self.token_bytes(token_id).decode("utf-8", "replace")
+        return self._pieces.texts[token_id]
+
+    @property
+    def token_texts(self) -> Mapping[int, str]:
+        """`token_text` of every id, for where many are asked for."""
+        return self._pieces.texts
+
+    @property
+    def token_byte_values(self) -> Mapping[int, tuple[int, ...]]:
+        """`token_bytes` of every id, as numbers."""
+        return self._pieces.byte_values
 
     @property
     def strips_first_space(self) -> bool:
@@ -241,6 +253,8 @@ class _Pieces:
         self.longest_bytes = self._longest(backend, vocabulary) if self._keeps_all(backend, vocabulary) else None
         self._backend = backend
         self._known: dict[int, bytes] = {}
+        self.texts = _Found(lambda token_id: self.to_bytes(token_id).decode("utf-8", "replace"))
+        self.byte_values = _Found(lambda token_id: tuple(self.to_bytes(token_id)))
 
     def _longest(self, backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> int:
         # A byte-level token has one character for each byte, except those that are looked for in the text as they are.
@@ -277,6 +291,18 @@ class _Pieces:
         if self._byte_fallback and added is None and (byte := _BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(byte[1])
         return str(token).replace(SPACE_MARK, " ").encode()
+
+
+class _Found(dict[int, Value]):
+    """Something of each token, found when it is first asked for."""
+
+    def __init__(self, find: Callable[[int], Value]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __missing__(self, token_id: int) -> Value:
+        value = self[token_id] = self._find(token_id)
+        return value
 
 
 def _steps(component: Any) -> list[dict[str, Any]]:

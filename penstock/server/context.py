@@ -23,6 +23,7 @@ from penstock.server.open_answers import OpenAnswers
 from penstock.server.readiness import Readiness
 from penstock.server.shared_prefixes import SharedPrefixes
 from penstock.server.terms import Terms, agree, agree_on_batch
+from penstock.server.turns import Turns
 from penstock.store.database import Database
 from penstock.tenants import Caller
 
@@ -40,6 +41,7 @@ class ServerContext:
     readiness: Readiness
     blocks: BlockFeed
     created: int  # Unix time that /v1/models tells as the model's
+    turns: Turns = field(default_factory=Turns)  # for answers that need much of the event loop
     new_batch: asyncio.Event = field(default_factory=asyncio.Event)  # set where this worker has taken one in
 
     @property
