@@ -176,6 +176,12 @@ class StopMatcher:
         self._held = ""
         self._found: str | None = None
 
+    def fresh(self) -> "StopMatcher":
+        """Return one for another text: what long stop strings take to prepare is shared."""
+        other = StopMatcher([])
+        other._stops, other._fallbacks, other._matched = self._stops, self._fallbacks, [0] * len(self._stops)
+        return other
+
     def push(self, text: str) -> tuple[str, str | None]:
         """Return the text that no stop string can reach any more, and the stop string once one is complete.
 

@@ -1,6 +1,6 @@
 """The choices of one API call: each an engine request of its own, read together.
 
-Turns engine events into pieces of text and engine failures into errors of the catalogue, a slice at a time: however
+LoopTurns engine events into pieces of text and engine failures into errors of the catalogue, a slice at a time: however
 much has arrived for however many choices, others' answers go on. Knows nothing of HTTP or of the shape of any API.
 """
 
@@ -25,8 +25,8 @@ from penstock.protocol.errors import CATALOGUE
 from penstock.protocol.generation import PromptTokensDetails, Usage
 from penstock.protocol.prompt_note import PromptNote
 from penstock.request import FinishReason
+from penstock.server.loop_turns import ENTRIES_A_PASS, LoopTurns
 from penstock.server.text_assembly import TextAssembler, TextPiece
-from penstock.server.turns import ENTRIES_A_PASS, Turns
 
 # So little needs no turn: what one step gives most answers.
 LIGHT_ENTRIES = 16
@@ -178,7 +178,7 @@ Batch = list[tuple[Choice, TextPiece]]
 class Answer:
     """All choices of one API call: the same number for each of its prompts."""
 
-    def __init__(self, prompts: Sequence[Prompt], choices: Sequence[Choice], charge: Charge, turns: Turns) -> None:
+    def __init__(self, prompts: Sequence[Prompt], choices: Sequence[Choice], charge: Charge, turns: LoopTurns) -> None:
         self.prompts = prompts
         self.choices = choices
         self.charge = charge

@@ -11,11 +11,11 @@ from penstock.server.answer import Choice
 from penstock.server.continuation import Begun
 from penstock.server.echoed_prompt import ScoredText, echo_prompt
 from penstock.server.json_parts import LIST_HOLE, TEXT_HOLE, Body, Part, filled, joined
+from penstock.server.loop_turns import LoopTurns
 from penstock.server.openai_reply import OpenAiReply
 from penstock.server.streaming import event, event_around
 from penstock.server.text_assembly import TextPiece
 from penstock.server.token_text import completion_logprobs
-from penstock.server.turns import Turns
 
 
 class CompletionReply(OpenAiReply):
@@ -33,7 +33,7 @@ class CompletionReply(OpenAiReply):
         self._echoed: dict[tuple[int, bool], ScoredText] = {}  # by prompt, and whether its scores were there
         self._kept: dict[int, ScoredText] = {}
 
-    async def prepare(self, choice: Choice, turns: Turns) -> None:
+    async def prepare(self, choice: Choice, turns: LoopTurns) -> None:
         if self._echo and self._echo_key(choice) not in self._echoed:
             echoed = await echo_prompt(
                 self._tokenizer, choice.prompt, choice.prompt_logprobs, turns, with_scores=self._with_logprobs

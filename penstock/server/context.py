@@ -18,12 +18,12 @@ from penstock.request import Tier
 from penstock.server.block_feed import BlockFeed
 from penstock.server.chat_template import ChatTemplate
 from penstock.server.config import ServerConfig
+from penstock.server.loop_turns import LoopTurns
 from penstock.server.metrics import ServerMetrics
 from penstock.server.open_answers import OpenAnswers
 from penstock.server.readiness import Readiness
 from penstock.server.shared_prefixes import SharedPrefixes
 from penstock.server.terms import Terms, agree, agree_on_batch
-from penstock.server.turns import Turns
 from penstock.store.database import Database
 from penstock.tenants import Caller
 
@@ -41,7 +41,7 @@ class ServerContext:
     readiness: Readiness
     blocks: BlockFeed
     created: int  # Unix time that /v1/models tells as the model's
-    turns: Turns = field(default_factory=Turns)  # for answers that need much of the event loop
+    turns: LoopTurns = field(default_factory=LoopTurns)  # for answers that need much of the event loop
     new_batch: asyncio.Event = field(default_factory=asyncio.Event)  # set where this worker has taken one in
 
     @property

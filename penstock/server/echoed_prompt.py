@@ -9,8 +9,8 @@ from penstock.engine.tokenizer import Detokenizer, Tokenizer
 from penstock.protocol.openai_completions import CompletionLogprobs
 from penstock.server.answer import Prompt
 from penstock.server.json_parts import Grown
+from penstock.server.loop_turns import ENTRIES_A_PASS, LoopTurns
 from penstock.server.token_text import finite
-from penstock.server.turns import ENTRIES_A_PASS, Turns
 
 _SLICE_TOKENS = ENTRIES_A_PASS // 4  # each is written in four lists
 
@@ -35,7 +35,7 @@ class ScoredText:
 
 
 async def echo_prompt(
-    tokenizer: Tokenizer, prompt: Prompt, logprobs: list[float | None] | None, turns: Turns, *, with_scores: bool
+    tokenizer: Tokenizer, prompt: Prompt, logprobs: list[float | None] | None, turns: LoopTurns, *, with_scores: bool
 ) -> ScoredText:
     """Return a prompt's text, and with scores its tokens; without `logprobs` none of them has any."""
     echoed = ScoredText()

@@ -8,6 +8,7 @@ import uuid
 import msgspec
 
 from penstock.engine.messages import EngineInfo
+from penstock.engine.tokenizer import StopMatcher
 from penstock.errors import InvalidParameter, PenstockError
 from penstock.metering.meter import Charge
 from penstock.protocol.generation import GenerationRequest
@@ -15,15 +16,15 @@ from penstock.request import FinishReason, SamplingParams, Tier
 from penstock.server.answer import Answer, Choice, Prompt, PromptScores
 from penstock.server.context import ServerContext
 from penstock.server.continuation import Begun
+from penstock.server.loop_turns import ENTRIES_A_PASS
 from penstock.server.prompt import check_num_answers
 from penstock.server.terms import Terms
 from penstock.server.text_assembly import TextAssembler
-from penstock.server.turns import ENTRIES_A_PASS
 from penstock.store.quotas import Need
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
 
-# What a request that goes to the engine costs, in entries of `Turns`, and how many tokens of its prompt cost one more.
+# What a request that goes to the engine costs, in entries of `LoopTurns`, and how many tokens of its prompt cost one more.
 _SUBMIT_ENTRIES, _TOKENS_AN_ENTRY = 16, 128
 _REPLAYED_TOKENS = 128  # in one turn
 
@@ -159,7 +160,11 @@ async def _assemblers(
     context: ServerContext, params: SamplingParams, num_choices: int, begun: Begun | None
 ) -> list[TextAssembler]:
     """Return each choice's assembler, behind what another server made of it. Raises InvalidParameter."""
-    assemblers = [TextAssembler(context.tokenizer, params) for _ in range(num_choices)]
+    matcher = StopMatcher(list(params.stop)) if params.stop else None
+    assemblers = [
+        TextAssembler(context.tokenizer, params, None if matcher is None else matcher.fresh())
+        for _ in range(num_choices)
+    ]
     if begun is None:
         return assemblers
     num_replayed = 0

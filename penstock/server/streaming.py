@@ -22,9 +22,9 @@ from penstock.protocol.generation import Usage
 from penstock.protocol.prompt_note import PROMPT_HEADER, encode_note
 from penstock.server.answer import Answer, Batch, Choice
 from penstock.server.json_parts import Body
+from penstock.server.loop_turns import ENTRIES_A_PASS, LoopTurns
 from penstock.server.open_answers import ClientGone, OpenAnswers
 from penstock.server.text_assembly import TextPiece
-from penstock.server.turns import ENTRIES_A_PASS, Turns
 from penstock.telemetry import RequestRecord
 
 DONE = b"data: [DONE]\n\n"
@@ -53,7 +53,7 @@ def event_around(message: bytes) -> bytes:
 class Reply(ABC):
     """How one API writes an answer."""
 
-    async def prepare(self, choice: Choice, turns: Turns) -> None:  # noqa: B027 (most have nothing to prepare)
+    async def prepare(self, choice: Choice, turns: LoopTurns) -> None:  # noqa: B027 (most have nothing to prepare)
         """Make what `events` and `keep` will need for this choice and that takes long, in turns with others."""
 
     @abstractmethod

@@ -39,17 +39,18 @@ class _Waiting:
 
 
 class TextAssembler:
-    """Turns the token events of one request into pieces of text.
+    """LoopTurns the token events of one request into pieces of text.
 
     `num_tokens` counts the tokens made, the one that ended the answer included; after a stop string matched, those up
     to the match. `finish` is set with the last piece, and `push` may not be called after it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, matcher: StopMatcher | None = None) -> None:
+        """`matcher` is a fresh one for the stop strings of `params`, where the caller has one already."""
         self.num_tokens = 0
         self.finish: FinishReason | None = None
         self._detokenizer = Detokenizer(tokenizer, after_prompt=True)
-        self._matcher = StopMatcher(list(params.stop)) if params.stop else None
+        self._matcher = matcher or (StopMatcher(list(params.stop)) if params.stop else None)
         self._min_tokens = params.min_tokens
         self.num_scores = 0 if params.logprobs is None else 1 + params.logprobs  # of each token
         self._scored = params.logprobs is not None

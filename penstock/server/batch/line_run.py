@@ -38,6 +38,7 @@ from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
 
 _UNKNOWN_WAIT_SECONDS = 1.0
+_LINE_ENTRIES = 16  # what it costs to begin one, in entries of `LoopTurns`
 _SHORT_BYTES = 1 << 20  # copied at once rather than in a thread
 # Characters that end a line for Unicode, as for Python's `splitlines`, and that JSON allows inside a text as they are.
 _LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\x85\u2028\u2029")
@@ -66,6 +67,7 @@ async def run_line(
     try:
         if row.attempts > MAX_ATTEMPTS:
             raise EngineFailed(f"this request was under way {MAX_ATTEMPTS} times when something failed")
+        await context.turns.take(_LINE_ENTRIES)  # hundreds may begin together
         answer, reply = await _begin(context, caller, record, endpoint, row.body)
         await keep_whole(answer, reply)
         body = reply.body(answer.choices, answer.usage())

@@ -8,8 +8,8 @@ from penstock.engine.client import TokenStream
 from penstock.engine.messages import ArrivedEvents, Events, TokenEvent, TokenLogprob, decode_from_engine, encode
 from penstock.request import FinishReason, SamplingParams
 from penstock.server.answer import Answer, Choice, Prompt
+from penstock.server.loop_turns import ENTRIES_A_PASS, LoopTurns
 from penstock.server.text_assembly import TextAssembler
-from penstock.server.turns import ENTRIES_A_PASS, Turns
 from tests.fakes.tiny_tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -51,7 +51,7 @@ async def read(answer, read_entries):
 @pytest.mark.parametrize(("num_choices", "num_tokens"), [(1, 300), (128, 1), (40, 20)])
 async def test_no_batch_holds_more_than_one_pass_may(num_choices, num_tokens, scored):
     batches = []
-    answer = backlog(Turns(), num_choices, num_tokens, scored=scored)
+    answer = backlog(LoopTurns(), num_choices, num_tokens, scored=scored)
     texts = await read(answer, batches)
     assert texts == dict.fromkeys(range(num_choices), "a" * num_tokens)
     assert max(batches) < ENTRIES_A_PASS + TOP + 2
@@ -59,7 +59,7 @@ async def test_no_batch_holds_more_than_one_pass_may(num_choices, num_tokens, sc
 
 
 async def test_long_answers_together_hold_no_pass_for_longer_than_one():
-    turns, batches, in_a_pass = Turns(), [], []
+    turns, batches, in_a_pass = LoopTurns(), [], []
     tasks = [asyncio.create_task(read(backlog(turns, 8, 40), batches)) for _ in range(5)]
     while not all(task.done() for task in tasks):
         num_before = len(batches)
@@ -70,7 +70,7 @@ async def test_long_answers_together_hold_no_pass_for_longer_than_one():
 
 
 async def test_a_short_answer_does_not_wait_for_long_ones():
-    turns = Turns()
+    turns = LoopTurns()
     long = [asyncio.create_task(read(backlog(turns, 8, 40), [])) for _ in range(5)]
     await asyncio.sleep(0)
     short = asyncio.create_task(read(backlog(turns, 1, 1, scored=False), []))

@@ -1,4 +1,4 @@
-"""Turns at an API worker's event loop: of the long work that waits, a bounded part in each pass of the loop.
+"""LoopTurns at an API worker's event loop: of the long work that waits, a bounded part in each pass of the loop.
 
 Between two passes everything else that is ready runs, so nobody waits for long. Knows nothing of what is done in a
 turn: whoever takes one says how much it is, does no more, and asks again.
@@ -11,7 +11,7 @@ from collections import deque
 ENTRIES_A_PASS = 512
 
 
-class Turns:
+class LoopTurns:
     """One for each event loop. First come, first served: many long answers share, none starves."""
 
     def __init__(self) -> None:
