@@ -24,7 +24,7 @@ from penstock.store.quotas import Need
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
 
-# What a request that goes to the engine costs, in entries of `LoopTurns`, and how many tokens of its prompt cost one more.
+# What a request to the engine costs, in entries of `LoopTurns`, and how many tokens of its prompt cost one more.
 _SUBMIT_ENTRIES, _TOKENS_AN_ENTRY = 16, 128
 _REPLAYED_TOKENS = 128  # in one turn
 
