@@ -5,6 +5,7 @@ Notices by itself when the engine goes away and when it is back. No torch; one e
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -14,9 +15,10 @@ from zmq.utils.monitor import parse_monitor_message
 
 from penstock.engine.messages import (
     Abort,
+    ArrivedEvent,
+    ArrivedEvents,
     EngineInfo,
     EngineStats,
-    Events,
     ExportedPrefix,
     ExportPrefix,
     Goodbye,
@@ -28,7 +30,8 @@ from penstock.engine.messages import (
     ToEngine,
     TokenEvent,
     WatchBlocks,
-    decode_to_client,
+    decode_from_engine,
+    decode_logprobs,
     encode,
 )
 from penstock.engine.pulse import age_seconds, pulse_path
@@ -36,15 +39,21 @@ from penstock.errors import EngineFailed, EngineUnavailable
 from penstock.protocol.block_events import BlockChanges, BlockSnapshot
 from penstock.request import NO_TARGETS, FinishReason, SamplingParams, Targets, Tier
 
+_EVENTS_AT_ONCE = 1024  # a few milliseconds' worth
+
 
 class TokenStream(AsyncIterator[TokenEvent]):
-    """One request's events. Those that wait together are merged into one; the last carries `finish`."""
+    """One request's events. Those that wait together are merged into one; the last carries `finish`.
+
+    Iterate over it, or `listen` and `take`: one reader can so follow many streams.
+    """
 
     def __init__(self, client: "EngineClient", request_id: str) -> None:
         self._client = client
         self._request_id = request_id
-        self._waiting: TokenEvent | None = None
+        self._waiting: deque[ArrivedEvent] = deque()
         self._arrived = asyncio.Event()
+        self._on_arrival: Callable[[], None] | None = None
         self._failure: EngineFailed | None = None
         self._ended = False
 
@@ -54,31 +63,62 @@ class TokenStream(AsyncIterator[TokenEvent]):
     async def __anext__(self) -> TokenEvent:
         if self._ended:
             raise StopAsyncIteration
-        await self._arrived.wait()
-        self._arrived.clear()
-        if self._waiting is None:
-            assert self._failure is not None
+        while not self.has_more:
+            self._arrived.clear()
+            await self._arrived.wait()
+        event = self.take()
+        assert event is not None
+        return event
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `take` has something to give, or to raise."""
+        return bool(self._waiting) or (self._failure is not None and not self._ended)
+
+    def listen(self, on_arrival: Callable[[], None]) -> None:
+        """Have this called whenever something arrives, and now where something has."""
+        self._on_arrival = on_arrival
+        if self.has_more:
+            on_arrival()
+
+    def take(self, max_tokens: int | None = None) -> TokenEvent | None:
+        """Return what has arrived, up to so many tokens, though one event at the least; None where nothing has.
+
+        Raises EngineFailed behind the last event of an engine that is gone.
+        """
+        if not self._waiting:
+            if self._failure is None or self._ended:
+                return None
             self._ended = True
             raise self._failure
-        event, self._waiting = self._waiting, None
-        self._ended = event.finish is not None
-        if self._failure is not None:
-            self._arrived.set()
-        return event
+        together = [self._waiting.popleft()]
+        num_tokens = len(together[0].token_ids)
+        while self._waiting:
+            num_tokens += len(self._waiting[0].token_ids)
+            if max_tokens is not None and num_tokens > max_tokens:
+                break
+            together.append(self._waiting.popleft())
+        self._ended = together[-1].finish is not None
+        return _merge(together)
 
     def abort(self, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ask the engine to stop; it frees the request within a step. Does nothing once the request has ended."""
         self._client.abort(self._request_id, reason)
 
-    def push(self, event: TokenEvent) -> None:
+    def push(self, event: ArrivedEvent) -> None:
         """Take an event from the engine."""
-        self._waiting = event if self._waiting is None else _merge(self._waiting, event)
-        self._arrived.set()
+        self._waiting.append(event)
+        self._tell()
 
     def fail(self, failure: EngineFailed) -> None:
         """The engine is gone: what has arrived is still given out, then the failure is raised."""
         self._failure = failure
+        self._tell()
+
+    def _tell(self) -> None:
         self._arrived.set()
+        if self._on_arrival is not None:
+            self._on_arrival()
 
 
 def _look_at_failure(sent: "asyncio.Task[Any]") -> None:
@@ -87,24 +127,25 @@ def _look_at_failure(sent: "asyncio.Task[Any]") -> None:
         sent.exception()
 
 
-def _merge(first: TokenEvent, second: TokenEvent) -> TokenEvent:
-    """Join two events of one request, in order."""
+def _merge(events: list[ArrivedEvent]) -> TokenEvent:
+    """Join events of one request, in order."""
+    first, last = events[0], events[-1]
     logprobs = None
-    if first.logprobs is not None or second.logprobs is not None:
-        logprobs = [*(first.logprobs or ()), *(second.logprobs or ())]
+    if any(event.logprobs for event in events):
+        logprobs = [score for event in events if event.logprobs for score in decode_logprobs(event.logprobs)]
     return TokenEvent(
         request_id=first.request_id,
-        token_ids=[*first.token_ids, *second.token_ids],
+        token_ids=[token_id for event in events for token_id in event.token_ids],
         logprobs=logprobs,
-        prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
-        num_cached_tokens=first.num_cached_tokens or second.num_cached_tokens,
-        prompt=first.prompt or second.prompt,
-        finish=second.finish,
-        stop_token=second.stop_token,
-        error_code=second.error_code,
-        error=second.error,
-        error_param=second.error_param,
-        retry_after_seconds=second.retry_after_seconds,
+        prompt_logprobs=next((event.prompt_logprobs for event in events if event.prompt_logprobs), None),
+        num_cached_tokens=next((event.num_cached_tokens for event in events if event.num_cached_tokens), 0),
+        prompt=next((event.prompt for event in events if event.prompt), None),
+        finish=last.finish,
+        stop_token=last.stop_token,
+        error_code=last.error_code,
+        error=last.error,
+        error_param=last.error_param,
+        retry_after_seconds=last.retry_after_seconds,
     )
 
 
@@ -289,12 +330,14 @@ class EngineClient:
         asyncio.ensure_future(self._socket.send(encode(message), zmq.NOBLOCK)).add_done_callback(_look_at_failure)
 
     async def _receive(self) -> None:
+        num_received = 0
         while True:
-            message = decode_to_client(await self._socket.recv())
+            message = decode_from_engine(await self._socket.recv())
             match message:
-                case Events(events):
+                case ArrivedEvents(events):
                     for event in events:
                         self._deliver(event)
+                    num_received += len(events)
                 case EngineStats():
                     self.stats = message
                     self._stats_at = time.monotonic()
@@ -308,8 +351,12 @@ class EngineClient:
                 case BlockSnapshot() | BlockChanges():
                     if self.on_blocks is not None:
                         self.on_blocks(message)
+            if num_received >= _EVENTS_AT_ONCE:
+                # While messages wait, to receive one does not give the loop to anybody else.
+                num_received = 0
+                await asyncio.sleep(0)
 
-    def _deliver(self, event: TokenEvent) -> None:
+    def _deliver(self, event: ArrivedEvent) -> None:
         stream = self._streams.get(event.request_id)
         if stream is None:
             return

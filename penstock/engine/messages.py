@@ -90,20 +90,27 @@ ToEngine = Submit | Abort | Hello | Goodbye | Shutdown | ExportPrefix | ImportPr
 # ---------------------------------------------------------------- engine to client
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """One token's log-probability under the model's own distribution, and the best alternatives."""
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One token's log-probability under the model's own distribution, and the best alternatives.
+
+    Two lists, since there may be twenty of them for every token: a pair each costs several times as much to read.
+    """
 
     token_id: int
     logprob: float
-    top: list[tuple[int, float]] = []
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+
+    @property
+    def top(self) -> list[tuple[int, float]]:
+        """The alternatives, the best first."""
+        return list(zip(self.top_ids, self.top_logprobs, strict=True))
 
 
-class TokenEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What one step gave one request. The last one carries `finish`."""
+class StepEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What one step gave one request, but for its tokens. The last one carries `finish`."""
 
     request_id: str
-    token_ids: list[int] = []
-    logprobs: list[TokenLogprob] | None = None  # one for each of token_ids, when asked for
     prompt_logprobs: list[float | None] | None = None  # once, with the first token; the first entry is None
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     prompt: PromptNote | None = None  # with the first token, while somebody listens to block events
@@ -115,10 +122,34 @@ class TokenEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     retry_after_seconds: float | None = None
 
 
+class TokenEvent(StepEvent):
+    """What one step gave one request."""
+
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] | None = None  # one for each of token_ids, when asked for
+
+
+class ArrivedEvent(StepEvent, gc=False):
+    """A `TokenEvent` as it arrives: its log-probabilities, dozens of objects, are decoded when they are read.
+
+    Thousands may wait for a reader, so that they are none of the garbage collector's business, which would look through
+    all of them again and again.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: msgspec.Raw = msgspec.Raw()
+
+
 class Events(msgspec.Struct, tag=True, frozen=True):
     """All events of one step for one client: tokens that wait together leave together."""
 
     events: list[TokenEvent]
+
+
+class ArrivedEvents(msgspec.Struct, tag="Events", frozen=True):
+    """`Events` as they arrive."""
+
+    events: list[ArrivedEvent]
 
 
 class EngineInfo(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -186,12 +217,14 @@ class ImportedPrefix(msgspec.Struct, tag=True, frozen=True):
 
 
 ToClient = Events | EngineInfo | EngineStats | ExportedPrefix | ImportedPrefix | BlockSnapshot | BlockChanges
+FromEngine = ArrivedEvents | EngineInfo | EngineStats | ExportedPrefix | ImportedPrefix | BlockSnapshot | BlockChanges
 
 STATS_SECONDS = 0.5
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
-_to_client = msgspec.msgpack.Decoder(ToClient)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+_logprobs = msgspec.msgpack.Decoder(list[TokenLogprob])
 
 
 def encode(message: ToEngine | ToClient) -> bytes:
@@ -203,6 +236,11 @@ def decode_to_engine(frame: bytes) -> ToEngine:
     return message
 
 
-def decode_to_client(frame: bytes) -> ToClient:
-    message: ToClient = _to_client.decode(frame)
+def decode_from_engine(frame: bytes) -> FromEngine:
+    message: FromEngine = _from_engine.decode(frame)
     return message
+
+
+def decode_logprobs(logprobs: msgspec.Raw) -> list[TokenLogprob]:
+    """Return the log-probabilities of an event that arrived with some."""
+    return _logprobs.decode(logprobs)

@@ -7,9 +7,9 @@ the same. Knows nothing of chat roles, requests or HTTP. No torch.
 import codecs
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -26,6 +26,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _LONG_TEXT_CHARACTERS = 4096  # from here on the batch call, which keeps no offsets, is the faster one
 _CHARACTER_BYTES = 4  # at most, in UTF-8
 _NFC_SHRINKS_BY = 3  # at most: three Hangul letters of three bytes become one syllable of three
+
+Value = TypeVar("Value")
 
 
 class Tokenizer:
@@ -123,7 +125,17 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """A token's text by itself, with U+FFFD where its bytes are not whole characters."""
-        return self.token_bytes(token_id).decode("utf-8", "replace")
+        return self._pieces.texts[token_id]
+
+    @property
+    def token_texts(self) -> Mapping[int, str]:
+        """`token_text` of every id, for where many are asked for."""
+        return self._pieces.texts
+
+    @property
+    def token_byte_values(self) -> Mapping[int, tuple[int, ...]]:
+        """`token_bytes` of every id, as numbers."""
+        return self._pieces.byte_values
 
     @property
     def strips_first_space(self) -> bool:
@@ -184,6 +196,12 @@ class StopMatcher:
         self._matched = [0] * len(stops)  # how many characters of each stop string the text ends with
         self._held = ""
         self._found: str | None = None
+
+    def fresh(self) -> "StopMatcher":
+        """Return one for another text: what long stop strings take to prepare is shared."""
+        other = StopMatcher([])
+        other._stops, other._fallbacks, other._matched = self._stops, self._fallbacks, [0] * len(self._stops)
+        return other
 
     def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
         """Return the text that no stop string can reach any more, and the stop string once one is complete.
@@ -263,6 +281,8 @@ class _Pieces:
         self.longest_bytes = self._longest(backend, vocabulary) if self._keeps_all(backend, vocabulary) else None
         self._backend = backend
         self._known: dict[int, bytes] = {}
+        self.texts = _Found(lambda token_id: self.to_bytes(token_id).decode("utf-8", "replace"))
+        self.byte_values = _Found(lambda token_id: tuple(self.to_bytes(token_id)))
 
     def _longest(self, backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> int:
         # A byte-level token has one character for each byte, except those that are looked for in the text as they are.
@@ -299,6 +319,18 @@ class _Pieces:
         if self._byte_fallback and added is None and (byte := _BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(byte[1])
         return str(token).replace(SPACE_MARK, " ").encode()
+
+
+class _Found(dict[int, Value]):
+    """Something of each token, found when it is first asked for."""
+
+    def __init__(self, find: Callable[[int], Value]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __missing__(self, token_id: int) -> Value:
+        value = self[token_id] = self._find(token_id)
+        return value
 
 
 def _steps(component: Any) -> list[dict[str, Any]]:

@@ -152,16 +152,17 @@ class ChatRequest(GenerationRequest):
 # ---------------------------------------------------------------- response
 
 
-class TopLogprob(msgspec.Struct, frozen=True):
+# There may be thousands of these two at a time, and none is ever part of a cycle.
+class TopLogprob(msgspec.Struct, frozen=True, gc=False):
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: tuple[int, ...]
 
 
-class ContentLogprob(msgspec.Struct, frozen=True):
+class ContentLogprob(msgspec.Struct, frozen=True, gc=False):
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: tuple[int, ...]
     top_logprobs: list[TopLogprob]
 
 

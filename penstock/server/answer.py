@@ -1,14 +1,15 @@
 """The choices of one API call: each an engine request of its own, read together.
 
-Turns engine events into pieces of text and engine failures into errors of the catalogue. Knows nothing of HTTP or of
-the shape of any API.
+LoopTurns engine events into pieces of text and engine failures into errors of the catalogue, a slice at a time: however
+much has arrived for however many choices, others' answers go on. Knows nothing of HTTP or of the shape of any API.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
-from penstock.engine.client import TokenStream
 from penstock.engine.messages import TokenEvent
 from penstock.errors import (
     DeadlineExceeded,
@@ -24,7 +25,21 @@ from penstock.protocol.errors import CATALOGUE
 from penstock.protocol.generation import PromptTokensDetails, Usage
 from penstock.protocol.prompt_note import PromptNote
 from penstock.request import FinishReason
+from penstock.server.loop_turns import ENTRIES_A_PASS, LoopTurns
 from penstock.server.text_assembly import TextAssembler, TextPiece
+
+# So little needs no turn: what one step gives most answers.
+LIGHT_ENTRIES = 16
+
+
+class EventStream(Protocol):
+    """One request's events, as `penstock.engine.client.TokenStream` gives them."""
+
+    @property
+    def has_more(self) -> bool: ...
+    def listen(self, on_arrival: Callable[[], None]) -> None: ...
+    def take(self, max_tokens: int | None = None) -> TokenEvent | None: ...
+    def abort(self, reason: FinishReason = FinishReason.ABORT) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +51,26 @@ class Prompt:
     unfinished: bytes = b""  # of its last character, where it is shown with the answer, which may complete it
 
 
+class PromptScores:
+    """The log-probabilities of a prompt's tokens: one choice has the engine find them, for all of that prompt."""
+
+    def __init__(self) -> None:
+        self.logprobs: list[float | None] | None = None
+        self.is_expected = True
+        self._finder: int | None = None
+
+    def is_found_by(self, index: int) -> bool:
+        """Whether they are this choice's to find, which they are for the first that asks."""
+        if self._finder is None:
+            self._finder = index
+        return self._finder == index
+
+    def note(self, event: TokenEvent, *, is_last: bool) -> None:
+        """Take them from an event of the choice that finds them."""
+        self.logprobs = event.prompt_logprobs or self.logprobs
+        self.is_expected = self.logprobs is None and not is_last
+
+
 class Choice:
     """One answer to one prompt."""
 
@@ -43,18 +78,21 @@ class Choice:
         self,
         index: int,
         prompt: Prompt,
-        stream: TokenStream | None,
+        stream: EventStream | None,
         assembler: TextAssembler,
+        scores: PromptScores | None = None,
         *,
         only_scores_prompt: bool,
         finish: FinishReason | None = None,
     ) -> None:
-        """Without a stream it has ended elsewhere, for the reason `finish`."""
+        """Without a stream it has ended elsewhere, for the reason `finish`.
+
+        `scores` are its prompt's, where it shows them.
+        """
         self.index = index
         self.prompt = prompt
         self.num_cached_tokens = 0
         self.note: PromptNote | None = None  # of its prompt, where the engine told
-        self.prompt_logprobs: list[float | None] | None = None
         self.finish = finish
         self.new_token_ids: list[int] = []  # that the last piece told of
         self._untold: list[int] = []  # whose scores, and so whose text, have not been shown
@@ -63,35 +101,64 @@ class Choice:
         self._ended = stream is None  # for the engine
         self._assembler = assembler
         self._only_scores_prompt = only_scores_prompt
+        self._scores = scores
+
+    @property
+    def entries_a_token(self) -> int:
+        """What each of its tokens makes to write: itself, its log-probability, and the best ones beside it."""
+        return 1 + self._assembler.num_scores
+
+    @property
+    def prompt_logprobs(self) -> list[float | None] | None:
+        return None if self._scores is None else self._scores.logprobs
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether another choice has yet to tell what this one shows."""
+        return self._scores is not None and self._scores.is_expected and not self._scores.is_found_by(self.index)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `read` has something to do."""
+        return self.finish is None and self._stream is not None and self._stream.has_more
 
     @property
     def num_tokens(self) -> int:
         """Tokens made so far that the caller pays for."""
         return 0 if self._only_scores_prompt else self._assembler.num_tokens
 
-    async def read(self) -> TextPiece:
-        """Wait for the next piece that holds something. Raises when the engine failed or refused the request."""
+    def listen(self, on_arrival: Callable[[], None]) -> None:
+        """Have this called whenever there is something to read."""
         assert self._stream is not None
-        async for event in self._stream:
-            self._untold += event.token_ids
-            self._ended = self._ended or event.finish is not None
-            if event.finish in (FinishReason.ERROR, FinishReason.ABORT):
-                raise _failure(event)
-            self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
-            self.note = event.prompt or self.note
-            if event.prompt_logprobs is not None:
-                self.prompt_logprobs = event.prompt_logprobs
-            piece = self._assembler.push(event)
-            if self._only_scores_prompt:
-                piece = TextPiece(finish=piece.finish and FinishReason.LENGTH)
-            if piece.finish is not None:
-                self.finish = piece.finish
-                if event.finish is None:
-                    self.abort(FinishReason.STOP)  # a stop string: the engine need not go on behind it
-            if not piece.is_empty:
-                self._tell(piece)
-                return piece
-        raise EngineFailed("the engine stopped answering before the request was done; try again")
+        self._stream.listen(on_arrival)
+
+    def read(self, max_tokens: int) -> tuple[TextPiece | None, int]:
+        """Return the next piece, where what has arrived makes one, and how many tokens went into it.
+
+        Raises when the engine failed or refused the request.
+        """
+        assert self._stream is not None
+        event = self._stream.take(max_tokens)
+        if event is None:
+            return None, 0
+        self._untold += event.token_ids
+        self._ended = self._ended or event.finish is not None
+        if event.finish in (FinishReason.ERROR, FinishReason.ABORT):
+            raise _failure(event)
+        self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
+        self.note = event.prompt or self.note
+        piece = self._assembler.push(event)
+        if self._only_scores_prompt:
+            piece = TextPiece(finish=piece.finish and FinishReason.LENGTH)
+        if piece.finish is not None:
+            self.finish = piece.finish
+            if event.finish is None:
+                self.abort(FinishReason.STOP)  # a stop string: the engine need not go on behind it
+        if self._scores is not None and self._scores.is_found_by(self.index):
+            self._scores.note(event, is_last=self.finish is not None)
+        if not piece.is_empty:
+            self._tell(piece)
+        return None if piece.is_empty else piece, len(event.token_ids)
 
     def _tell(self, piece: TextPiece) -> None:
         """Note which tokens a piece tells of: with scores only those shown, else all that were made."""
@@ -106,37 +173,71 @@ class Choice:
             self._stream.abort(reason)
 
 
+Batch = list[tuple[Choice, TextPiece]]
+
+
 class Answer:
     """All choices of one API call: the same number for each of its prompts."""
 
-    def __init__(self, prompts: Sequence[Prompt], choices: Sequence[Choice], charge: Charge) -> None:
+    def __init__(self, prompts: Sequence[Prompt], choices: Sequence[Choice], charge: Charge, turns: LoopTurns) -> None:
         self.prompts = prompts
         self.choices = choices
         self.charge = charge
+        self.turns = turns
+        self._arrived = asyncio.Event()
+        self._ready: dict[Choice, None] = {}  # that have something to read, in the order in which it came
+        self._held: dict[Choice, None] = {}  # that would, but must wait for another
 
-    async def batches(self) -> AsyncGenerator[list[tuple[Choice, TextPiece]], None]:
-        """Yield the pieces that are there together, until every choice has finished."""
-        if len(self.choices) == 1:
-            choice = self.choices[0]
-            while choice.finish is None:
-                yield [(choice, await choice.read())]
-            return
-        reads = {asyncio.create_task(choice.read()): choice for choice in self.choices if choice.finish is None}
-        try:
-            while reads:
-                await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
-                batch = []
-                for task in [task for task in reads if task.done()]:
-                    piece = task.result()
-                    choice = reads.pop(task)
-                    batch.append((choice, piece))
-                    if choice.finish is None:
-                        reads[asyncio.create_task(choice.read())] = choice
+    async def batches(self) -> AsyncGenerator[Batch, None]:
+        """Yield the pieces that are there together, one for a choice, until every choice has finished.
+
+        Of much only a part at a time: whoever awaits the next lets others go on.
+        """
+        unfinished = [choice for choice in self.choices if choice.finish is None]
+        for choice in unfinished:
+            choice.listen(partial(self._note_arrival, choice))
+        num_unfinished, is_behind = len(unfinished), False
+        while num_unfinished:
+            if not self._ready:
+                self._arrived.clear()
+                await self._arrived.wait()
+            # Of each choice that is ready one token at the least.
+            likely = sum([choice.entries_a_token for choice in self._ready])
+            num_entries = ENTRIES_A_PASS if is_behind else min(likely, ENTRIES_A_PASS)
+            if num_entries > LIGHT_ENTRIES:
+                await self.turns.take(num_entries)
+            batch = self._read_ready(num_entries)
+            is_behind = bool(self._ready)
+            num_unfinished -= len([piece for _, piece in batch if piece.finish is not None])
+            if batch:
                 yield batch
-        finally:
-            for task in reads:
-                task.cancel()
-            await asyncio.gather(*reads, return_exceptions=True)
+
+    def _note_arrival(self, choice: Choice) -> None:
+        if choice.finish is not None:
+            return
+        if choice.must_wait:
+            self._held[choice] = None
+            return
+        self._ready[choice] = None
+        self._arrived.set()
+
+    def _read_ready(self, num_entries: int) -> Batch:
+        """Read so many tokens and log-probabilities of choices that have some, each once and one token at the least."""
+        batch = []
+        for choice in list(self._ready):
+            if num_entries <= 0:
+                break
+            piece, num_tokens = choice.read(max(1, num_entries // choice.entries_a_token))
+            num_entries -= choice.entries_a_token * max(1, num_tokens)
+            del self._ready[choice]
+            if piece is not None:
+                batch.append((choice, piece))
+            if choice.has_more:
+                self._ready[choice] = None  # behind those that came meanwhile
+        for choice in [choice for choice in self._held if not choice.must_wait]:
+            del self._held[choice]
+            self._ready[choice] = None
+        return batch
 
     def abort(self) -> None:
         """Tell the engine to stop every choice. May be called at any time and again."""
@@ -152,19 +253,18 @@ class Answer:
         """Return what the call cost so far; each prompt counts once."""
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         # What one choice left in the cache for the next was not there before this call.
-        num_cached_tokens = sum(
-            min((choice.num_cached_tokens for choice in self._run_here(prompt)), default=0) for prompt in self.prompts
-        )
+        cached: dict[int, int] = {}
+        for choice in self.choices:
+            if not choice.is_from_elsewhere:
+                known = cached.get(id(choice.prompt), choice.num_cached_tokens)
+                cached[id(choice.prompt)] = min(known, choice.num_cached_tokens)
         num_tokens = sum(choice.num_tokens for choice in self.choices)
         return Usage(
             prompt_tokens=num_prompt_tokens,
             completion_tokens=num_tokens,
             total_tokens=num_prompt_tokens + num_tokens,
-            prompt_tokens_details=PromptTokensDetails(num_cached_tokens),
+            prompt_tokens_details=PromptTokensDetails(sum(cached.values())),
         )
-
-    def _run_here(self, prompt: Prompt) -> list[Choice]:
-        return [choice for choice in self.choices if choice.prompt is prompt and not choice.is_from_elsewhere]
 
 
 def _failure(event: TokenEvent) -> PenstockError:

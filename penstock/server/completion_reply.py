@@ -1,17 +1,21 @@
 """How /v1/completions writes an answer."""
 
-import msgspec
+from collections.abc import Sequence
+
 from msgspec import UNSET, UnsetType
 
-from penstock.engine.tokenizer import Detokenizer, Tokenizer
+from penstock.engine.tokenizer import Tokenizer
 from penstock.protocol.generation import Usage
 from penstock.protocol.openai_completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from penstock.server.answer import Choice
 from penstock.server.continuation import Begun
+from penstock.server.echoed_prompt import ScoredText, echo_prompt
+from penstock.server.json_parts import LIST_HOLE, TEXT_HOLE, Body, Part, filled, joined
+from penstock.server.loop_turns import LoopTurns
 from penstock.server.openai_reply import OpenAiReply
-from penstock.server.streaming import event
+from penstock.server.streaming import event, event_around
 from penstock.server.text_assembly import TextPiece
-from penstock.server.token_text import completion_logprobs, prompt_logprobs
+from penstock.server.token_text import completion_logprobs
 
 
 class CompletionReply(OpenAiReply):
@@ -26,43 +30,60 @@ class CompletionReply(OpenAiReply):
     ) -> None:
         super().__init__(tokenizer, completion_id, wanted, begun, with_logprobs=with_logprobs)
         self._echo = bool(wanted.echo)
+        self._echoed: dict[tuple[int, bool], ScoredText] = {}  # by prompt, and whether its scores were there
+        self._kept: dict[int, ScoredText] = {}
+
+    async def prepare(self, choice: Choice, turns: LoopTurns) -> None:
+        if self._echo and self._echo_key(choice) not in self._echoed:
+            echoed = await echo_prompt(
+                self._tokenizer, choice.prompt, choice.prompt_logprobs, turns, with_scores=self._with_logprobs
+            )
+            self._echoed[self._echo_key(choice)] = echoed
 
     def events(self, choice: Choice, piece: TextPiece) -> bytes:
+        usage = None if self._with_usage else UNSET
         first = choice.index not in self._begun
         self._begun.add(choice.index)
-        shown = self._choice(choice, piece, with_prompt=self._echo and first)
-        return event(self._completion([shown], None if self._with_usage else UNSET))
+        finish, logprobs = None if piece.finish is None else str(piece.finish), self._logprobs(choice, piece)
+        if not (self._echo and first):
+            return event(self._completion([CompletionChoice(choice.index, piece.text, logprobs, finish)], usage))
+        shown = ScoredText()
+        shown.add(piece.text, logprobs)
+        parts = self._choice_parts(choice, shown, finish)
+        return event_around(Body(filled(self._completion(LIST_HOLE, usage), parts)).whole())
 
     def usage_event(self, usage: Usage) -> bytes:
         return event(self._completion([], usage)) if self._with_usage else b""
 
-    def whole(self, texts: list[tuple[Choice, TextPiece]], usage: Usage) -> bytes:
-        choices = [self._choice(choice, piece, with_prompt=self._echo) for choice, piece in texts]
-        return msgspec.json.encode(self._completion(choices, usage))
+    def keep(self, choice: Choice, piece: TextPiece) -> None:
+        self._kept.setdefault(choice.index, ScoredText()).add(piece.text, self._logprobs(choice, piece))
+
+    def body(self, choices: Sequence[Choice], usage: Usage) -> Body:
+        shown = [self._choice_parts(choice, self._kept.pop(choice.index), str(choice.finish)) for choice in choices]
+        return Body(filled(self._completion(LIST_HOLE, usage), joined(*shown)))
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
 
-    def _choice(self, choice: Choice, piece: TextPiece, *, with_prompt: bool) -> CompletionChoice:
-        text = (self._prompt_text(choice) if with_prompt else "") + piece.text
-        logprobs = self._logprobs(choice, piece, with_prompt=with_prompt) if self._with_logprobs else None
-        return CompletionChoice(choice.index, text, logprobs, None if piece.finish is None else str(piece.finish))
+    def _choice_parts(self, choice: Choice, shown: ScoredText, finish: str | None) -> list[Part]:
+        """Return a choice with its prompt where that is echoed."""
+        together = [self._echoed_of(choice), shown] if self._echo else [shown]
+        text = [part.text.data for part in together]
+        if not self._with_logprobs:
+            return filled(CompletionChoice(choice.index, TEXT_HOLE, None, finish), text)
+        columns = zip(*[part.scores for part in together], strict=True)
+        lists = [joined(*[[grown.data] for grown in column]) for column in columns]
+        holes = CompletionLogprobs(LIST_HOLE, LIST_HOLE, LIST_HOLE, LIST_HOLE)
+        return filled(CompletionChoice(choice.index, TEXT_HOLE, holes, finish), text, *lists)
 
-    def _logprobs(self, choice: Choice, piece: TextPiece, *, with_prompt: bool) -> CompletionLogprobs:
-        base = len(self._prompt_text(choice)) if self._echo else 0
-        answer = completion_logprobs(self._tokenizer, piece.tokens, base=base)
-        if not with_prompt:
-            return answer
-        prompt = prompt_logprobs(self._tokenizer, choice.prompt.token_ids, choice.prompt_logprobs)
-        return CompletionLogprobs(
-            prompt.tokens + answer.tokens,
-            prompt.token_logprobs + answer.token_logprobs,
-            prompt.top_logprobs + answer.top_logprobs,
-            prompt.text_offset + answer.text_offset,
-        )
+    def _logprobs(self, choice: Choice, piece: TextPiece) -> CompletionLogprobs | None:
+        if not self._with_logprobs:
+            return None
+        base = self._echoed_of(choice).num_characters if self._echo else 0
+        return completion_logprobs(self._tokenizer, piece.tokens, base=base)
 
-    def _prompt_text(self, choice: Choice) -> str:
-        prompt = choice.prompt
-        if prompt.unfinished:
-            return Detokenizer(self._tokenizer).push(prompt.token_ids)  # the answer has its last character
-        return prompt.text if prompt.text is not None else self._tokenizer.decode(prompt.token_ids)
+    def _echoed_of(self, choice: Choice) -> ScoredText:
+        return self._echoed[self._echo_key(choice)]
+
+    def _echo_key(self, choice: Choice) -> tuple[int, bool]:
+        return id(choice.prompt), choice.prompt_logprobs is not None

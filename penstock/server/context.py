@@ -18,6 +18,7 @@ from penstock.request import Tier
 from penstock.server.block_feed import BlockFeed
 from penstock.server.chat_template import ChatTemplate
 from penstock.server.config import ServerConfig
+from penstock.server.loop_turns import LoopTurns
 from penstock.server.metrics import ServerMetrics
 from penstock.server.open_answers import OpenAnswers
 from penstock.server.readiness import Readiness
@@ -40,6 +41,7 @@ class ServerContext:
     readiness: Readiness
     blocks: BlockFeed
     created: int  # Unix time that /v1/models tells as the model's
+    turns: LoopTurns = field(default_factory=LoopTurns)  # for answers that need much of the event loop
     new_batch: asyncio.Event = field(default_factory=asyncio.Event)  # set where this worker has taken one in
 
     @property

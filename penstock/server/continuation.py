@@ -65,9 +65,10 @@ def check_continuation(
 def _check_choice(
     token_ids: list[int], has_ended: bool, prompt: Prompt, params: SamplingParams, info: EngineInfo
 ) -> None:
-    wrong = next((item for item in token_ids if not 0 <= item < info.vocab_size), None)
-    if wrong is not None:
-        raise InvalidParameter("continue_from", wrong, f"give token ids from 0 to {info.vocab_size - 1}")
+    # There may be a million: the least and the largest are found much sooner than each is compared.
+    wrong = [item for item in (min(token_ids, default=0), max(token_ids, default=0)) if not 0 <= item < info.vocab_size]
+    if wrong:
+        raise InvalidParameter("continue_from", wrong[0], f"give token ids from 0 to {info.vocab_size - 1}")
     if params.max_tokens is not None and len(token_ids) >= params.max_tokens + has_ended:
         raise InvalidParameter("continue_from", len(token_ids), "give fewer tokens than max_tokens")
     total = len(prompt.token_ids) + len(token_ids)

@@ -4,23 +4,30 @@ Knows nothing of the API that the call came through.
 """
 
 import uuid
+from collections.abc import Sequence
 
 import msgspec
 
 from penstock.engine.messages import EngineInfo
+from penstock.engine.tokenizer import StopMatcher
 from penstock.errors import InvalidParameter, PenstockError
 from penstock.metering.meter import Charge
 from penstock.protocol.generation import GenerationRequest
 from penstock.request import FinishReason, SamplingParams, Tier
-from penstock.server.answer import Answer, Choice, Prompt
+from penstock.server.answer import Answer, Choice, Prompt, PromptScores
 from penstock.server.context import ServerContext
 from penstock.server.continuation import Begun
+from penstock.server.loop_turns import ENTRIES_A_PASS
 from penstock.server.prompt import check_num_answers
 from penstock.server.terms import Terms
 from penstock.server.text_assembly import TextAssembler
 from penstock.store.quotas import Need
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
+
+# What a request to the engine costs, in entries of `LoopTurns`, and how many tokens of its prompt cost one more.
+_SUBMIT_ENTRIES, _TOKENS_AN_ENTRY = 16, 128
+_REPLAYED_TOKENS = 128  # in one turn
 
 
 def open_call(
@@ -62,8 +69,8 @@ async def begin_answer(
     `begun` is what another server made of the answer. Raises LimitReached or LimitTooSmall, and InvalidParameter where
     a choice of it was complete, and then nothing was submitted.
     """
-    if begun is not None:
-        _check_unfinished(context, params, begun, [prompt for prompt in prompts for _ in range(num_choices)])
+    each = [prompt for prompt in prompts for _ in range(num_choices)]
+    assemblers = await _assemblers(context, params, each, begun)
     most_tokens = [_most_tokens(context, caller, prompt, params) for prompt in prompts]
     need = Need(
         input_tokens=sum(len(prompt.token_ids) for prompt in prompts),
@@ -80,30 +87,30 @@ async def begin_answer(
     try:
         for prompt, most in zip(prompts, most_tokens, strict=True):
             max_tokens = None if ends_itself else most
+            num_public_tokens = context.shared_prefixes.count_tokens(prompt.token_ids)
+            scores = PromptScores() if params.prompt_logprobs else None
             for sample in range(num_choices):
                 index = len(choices)
+                assembler = assemblers[index]
                 so_far = begun.token_ids[index] if begun is not None else []
-                own = msgspec.structs.replace(
-                    params,
-                    seed=_seed(params.seed, sample),
-                    max_tokens=max_tokens,
-                    prompt_logprobs=params.prompt_logprobs and not so_far,
-                )
-                assembler = TextAssembler(context.tokenizer, own, unfinished=prompt.unfinished)
-                assembler.replay(so_far)
                 if begun is not None and index in begun.ended:
-                    finish = FinishReason.LENGTH if assembler.num_tokens == most else FinishReason.STOP
-                    ended = Choice(index, prompt, None, assembler, only_scores_prompt=False, finish=finish)
-                    choices.append(ended)
+                    choices.append(_ended_choice(index, prompt, assembler, most))
                     continue
                 is_first = all(choice.is_from_elsewhere for choice in choices)
+                # A prompt's scores are the same for all its choices: the first that shows them has them found.
+                shown = None if so_far else scores
+                finds = shown is not None and shown.is_found_by(index)
+                seed = _seed(params.seed, sample)
+                own = msgspec.structs.replace(params, seed=seed, max_tokens=max_tokens, prompt_logprobs=finds)
+                if index or terms.tier is Tier.BATCH:
+                    await _take_turn(context, len(prompt.token_ids) + len(so_far))
                 stream = context.engine.submit(
-                    prompt=prompt.token_ids + so_far,
+                    prompt=prompt.token_ids + so_far if so_far else prompt.token_ids,
                     params=own,
                     request_id=f"{record.completion_id}-{index}",
                     arrival=record.arrival,
                     tenant=caller.tenant,
-                    num_public_tokens=context.shared_prefixes.count_tokens(prompt.token_ids),
+                    num_public_tokens=num_public_tokens,
                     weight=terms.weight,
                     priority=terms.priority,
                     targets=terms.targets,
@@ -114,14 +121,25 @@ async def begin_answer(
                     call_tokens=_call_tokens(is_first, prompts, num_choices),
                     call_answers=need.num_answers - num_ended if is_first else 1,
                 )
-                choices.append(Choice(index, prompt, stream, assembler, only_scores_prompt=only_scores_prompt))
+                choices.append(Choice(index, prompt, stream, assembler, shown, only_scores_prompt=only_scores_prompt))
     except BaseException as error:
         for choice in choices:
             choice.abort()
         await _close_charge(charge, terms, record, error)
         raise
     record.num_choices = len(choices)
-    return Answer(prompts, choices, charge)
+    return Answer(prompts, choices, charge, context.turns)
+
+
+def _ended_choice(index: int, prompt: Prompt, assembler: TextAssembler, most_tokens: int) -> Choice:
+    """Return a choice that another server made to its end."""
+    finish = FinishReason.LENGTH if assembler.num_tokens == most_tokens else FinishReason.STOP
+    return Choice(index, prompt, None, assembler, only_scores_prompt=False, finish=finish)
+
+
+async def _take_turn(context: ServerContext, num_tokens: int) -> None:
+    """Wait for a turn to send a request with so many tokens to the engine."""
+    await context.turns.take(min(_SUBMIT_ENTRIES + num_tokens // _TOKENS_AN_ENTRY, ENTRIES_A_PASS))
 
 
 async def _close_charge(charge: Charge, terms: Terms, record: RequestRecord, error: BaseException) -> None:
@@ -140,13 +158,36 @@ def _call_tokens(is_first: bool, prompts: list[Prompt], num_choices: int) -> int
     return num_choices * sum(len(prompt.token_ids) for prompt in prompts) if is_first else 0
 
 
-def _check_unfinished(context: ServerContext, params: SamplingParams, begun: Begun, prompts: list[Prompt]) -> None:
-    """`prompts` are those of the choices, one for each."""
-    for index, (token_ids, prompt) in enumerate(zip(begun.token_ids, prompts, strict=True)):
-        assembler = TextAssembler(context.tokenizer, params, unfinished=prompt.unfinished)
-        assembler.replay(token_ids)
+async def _assemblers(
+    context: ServerContext, params: SamplingParams, prompts: Sequence[Prompt], begun: Begun | None
+) -> list[TextAssembler]:
+    """Return each choice's assembler, behind what another server made of it. Raises InvalidParameter.
+
+    `prompts` are those of the choices, one for each.
+    """
+    matcher = StopMatcher(list(params.stop)) if params.stop else None
+    assemblers = [
+        TextAssembler(
+            context.tokenizer, params, None if matcher is None else matcher.fresh(), unfinished=prompt.unfinished
+        )
+        for prompt in prompts
+    ]
+    if begun is None:
+        return assemblers
+    num_replayed = 0
+    for index, (assembler, token_ids) in enumerate(zip(assemblers, begun.token_ids, strict=True)):
+        for start in range(0, len(token_ids), _REPLAYED_TOKENS):
+            if num_replayed >= _REPLAYED_TOKENS:
+                num_replayed = 0
+                await context.turns.take(ENTRIES_A_PASS)
+            tokens = token_ids[start : start + _REPLAYED_TOKENS]
+            num_replayed += len(tokens)
+            assembler.replay(tokens)
+            if assembler.finish is not None:
+                break
         if assembler.finish is not None and index not in begun.ended:
             raise InvalidParameter("continue_from", len(token_ids), "these tokens already hold a stop text")
+    return assemblers
 
 
 def _most_tokens(context: ServerContext, caller: Caller, prompt: Prompt, params: SamplingParams) -> int:

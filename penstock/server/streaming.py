@@ -4,10 +4,11 @@ Nothing is sent before the engine gave a first piece, so that a refusal still ha
 is an event of its own and the stream ends without [DONE]. Knows nothing of the shape of any API: that is a `Reply`'s.
 """
 
+import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -19,9 +20,11 @@ from penstock.protocol.errors import reply_for
 from penstock.protocol.frames import FRAMES_HEADER, NO_LEASE, ChoiceTokens, failure_frame, frame, last_frame
 from penstock.protocol.generation import Usage
 from penstock.protocol.prompt_note import PROMPT_HEADER, encode_note
-from penstock.server.answer import Answer, Choice
+from penstock.server.answer import Answer, Batch, Choice
+from penstock.server.json_parts import Body
+from penstock.server.loop_turns import ENTRIES_A_PASS, LoopTurns
 from penstock.server.open_answers import ClientGone, OpenAnswers
-from penstock.server.text_assembly import ScoredToken, TextPiece
+from penstock.server.text_assembly import TextPiece
 from penstock.telemetry import RequestRecord
 
 DONE = b"data: [DONE]\n\n"
@@ -32,6 +35,7 @@ _EVENT_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+_CHUNK_BYTES = 64 * 1024
 _PROMPT_HEADER = PROMPT_HEADER.encode()
 _logger = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
@@ -39,11 +43,18 @@ _encoder = msgspec.json.Encoder()
 
 def event(message: msgspec.Struct) -> bytes:
     """Return one server-sent event."""
-    return b"data: %b\n\n" % _encoder.encode(message)
+    return event_around(_encoder.encode(message))
+
+
+def event_around(message: bytes) -> bytes:
+    return b"data: %b\n\n" % message
 
 
 class Reply(ABC):
     """How one API writes an answer."""
+
+    async def prepare(self, choice: Choice, turns: LoopTurns) -> None:  # noqa: B027 (most have nothing to prepare)
+        """Make what `events` and `keep` will need for this choice and that takes long, in turns with others."""
 
     @abstractmethod
     def events(self, choice: Choice, piece: TextPiece) -> bytes:
@@ -54,8 +65,12 @@ class Reply(ABC):
         """Return the last event's usage, or nothing where the caller did not ask for it."""
 
     @abstractmethod
-    def whole(self, texts: list[tuple[Choice, TextPiece]], usage: Usage) -> bytes:
-        """Return the body of a response that was not streamed; one merged piece for each choice."""
+    def keep(self, choice: Choice, piece: TextPiece) -> None:
+        """Take in a piece of an answer that is sent whole."""
+
+    @abstractmethod
+    def body(self, choices: Sequence[Choice], usage: Usage) -> Body:
+        """Return the body of a response that was not streamed, once, made of all pieces that were kept."""
 
 
 class AnswerResponse(Response):
@@ -102,27 +117,37 @@ class AnswerResponse(Response):
         last_events = b""
         async with aclosing(self._answer.batches()) as batches:
             async for batch in batches:
-                events = b"".join([self._reply.events(choice, piece) for choice, piece in batch])
-                # Before anything is awaited: choices go on while this is sent.
-                framed = self._frame(events, batch) if self._framed else events
                 if not self._started:
                     self._note_first_token()
                     await self._start(send, 200, self._event_headers())
-                if framed is None:
-                    last_events = events
-                elif framed:
-                    await send({"type": "http.response.body", "body": framed, "more_body": True})
+                async for events, told in self._written(batch):
+                    is_end = told[-1] is batch[-1] and all(choice.finish is not None for choice in self._answer.choices)
+                    if self._framed and is_end:
+                        last_events = events  # they go with the end: an answer has finished or it has not
+                    elif events:
+                        framed = _frame(events, told) if self._framed else events
+                        await send({"type": "http.response.body", "body": framed, "more_body": True})
         await self._book_outcome()
         end = last_events + self._reply.usage_event(self._answer.usage()) + DONE
         end = last_frame(end) if self._framed else end
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
-    def _frame(self, events: bytes, batch: list[tuple[Choice, TextPiece]]) -> bytes | None:
-        """Return events in a frame; None for the last, which go with the end: an answer has finished or it has not."""
-        if all(choice.finish is not None for choice in self._answer.choices):
-            return None
-        told = [ChoiceTokens(choice.index, choice.new_token_ids, piece.finish is not None) for choice, piece in batch]
-        return frame(events, *told)
+    async def _written(self, batch: Batch) -> AsyncGenerator[tuple[bytes, Batch], None]:
+        """Yield a batch's events and the pieces that they tell of. Echoes are many bytes: of those, some at a time."""
+        events: list[bytes] = []
+        told: Batch = []
+        num_bytes = 0
+        for told_now in batch:
+            choice, piece = told_now
+            if num_bytes > _CHUNK_BYTES:
+                yield b"".join(events), told
+                events, told, num_bytes = [], [], 0
+                await self._answer.turns.take(ENTRIES_A_PASS)
+            await self._reply.prepare(choice, self._answer.turns)
+            events.append(self._reply.events(choice, piece))
+            told.append(told_now)
+            num_bytes += len(events[-1])
+        yield b"".join(events), told
 
     def _event_headers(self) -> list[tuple[bytes, bytes]]:
         if not self._framed:
@@ -130,9 +155,15 @@ class AnswerResponse(Response):
         return [*_EVENT_HEADERS, (FRAMES_HEADER.encode(), (self._answer.charge.ticket or NO_LEASE).encode())]
 
     async def _send_whole(self, send: Send) -> None:
-        texts = await read_whole(self._answer, self._note_first_token)
+        await keep_whole(self._answer, self._reply, self._note_first_token)
         await self._book_outcome()
-        await self._send_body(send, 200, self._reply.whole(texts, self._answer.usage()), [])
+        body = self._reply.body(self._answer.choices, self._answer.usage())
+        await self._start(send, 200, _json_headers(body.num_bytes))
+        for chunk in body.chunks(_CHUNK_BYTES):
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            # A reader that keeps up never has a send wait.
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_error(self, error: Exception, send: Send) -> None:
         reply = reply_for(error)
@@ -147,13 +178,8 @@ class AnswerResponse(Response):
             await send({"type": "http.response.body", "body": event_body, "more_body": False})
             return
         headers = [(name.encode(), value.encode()) for name, value in reply.headers.items()]
-        await self._send_body(send, reply.status, reply.body, headers)
-
-    async def _send_body(self, send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-        length = str(len(body)).encode()
-        fixed = [(b"content-type", b"application/json"), (b"content-length", length)]
-        await self._start(send, status, fixed + headers)
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._start(send, reply.status, _json_headers(len(reply.body)) + headers)
+        await send({"type": "http.response.body", "body": reply.body, "more_body": False})
 
     async def _start(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._started = True
@@ -175,15 +201,14 @@ class AnswerResponse(Response):
         note_outcome(self._record, self._answer)
 
 
-async def read_whole(answer: Answer, on_piece: Callable[[], None] = lambda: None) -> list[tuple[Choice, TextPiece]]:
-    """Return an answer to its end: one piece for each choice. Calls `on_piece` whenever something comes."""
-    pieces: dict[int, list[TextPiece]] = {choice.index: [] for choice in answer.choices}
+async def keep_whole(answer: Answer, reply: Reply, on_piece: Callable[[], None] = lambda: None) -> None:
+    """Read an answer to its end, and have a reply keep it. Calls `on_piece` whenever something comes."""
     async with aclosing(answer.batches()) as batches:
         async for batch in batches:
             on_piece()
             for choice, piece in batch:
-                pieces[choice.index].append(piece)
-    return [(choice, _merged(pieces[choice.index])) for choice in answer.choices]
+                await reply.prepare(choice, answer.turns)
+                reply.keep(choice, piece)
 
 
 def note_outcome(record: RequestRecord, answer: Answer) -> None:
@@ -196,6 +221,10 @@ def note_outcome(record: RequestRecord, answer: Answer) -> None:
     record.finish = record.finish or ",".join(sorted(reasons))
 
 
-def _merged(pieces: list[TextPiece]) -> TextPiece:
-    tokens: list[ScoredToken] = [token for piece in pieces for token in piece.tokens]
-    return TextPiece("".join(piece.text for piece in pieces), tokens, pieces[-1].finish)
+def _frame(events: bytes, batch: Batch) -> bytes:
+    told = [ChoiceTokens(choice.index, choice.new_token_ids, piece.finish is not None) for choice, piece in batch]
+    return frame(events, *told)
+
+
+def _json_headers(num_bytes: int) -> list[tuple[bytes, bytes]]:
+    return [(b"content-type", b"application/json"), (b"content-length", str(num_bytes).encode())]

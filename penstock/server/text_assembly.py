@@ -46,12 +46,21 @@ class TextAssembler:
     a character that the prompt began and left to the answer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, unfinished: bytes = b"") -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        matcher: StopMatcher | None = None,
+        *,
+        unfinished: bytes = b"",
+    ) -> None:
+        """`matcher` is a fresh one for the stop strings of `params`, where the caller has one already."""
         self.num_tokens = 0
         self.finish: FinishReason | None = None
         self._detokenizer = Detokenizer(tokenizer, after_prompt=True, unfinished=unfinished)
-        self._matcher = StopMatcher(list(params.stop)) if params.stop else None
+        self._matcher = matcher or (StopMatcher(list(params.stop)) if params.stop else None)
         self._min_tokens = params.min_tokens
+        self.num_scores = 0 if params.logprobs is None else 1 + params.logprobs  # of each token
         self._scored = params.logprobs is not None
         self._waiting: deque[_Waiting] = deque()
         self._num_made = 0  # characters that came out of the tokens
@@ -81,13 +90,16 @@ class TextAssembler:
         return TextPiece(text, self._release(text), self.finish)
 
     def replay(self, token_ids: list[int]) -> None:
-        """Take tokens whose text was shown elsewhere: what follows goes on exactly behind it."""
+        """Take tokens whose text was shown elsewhere: what follows goes on exactly behind it.
+
+        May be called again with more of them, unless `finish` is set.
+        """
         if not self._scored:
             self.push(TokenEvent(request_id="", token_ids=token_ids))
             return
         # A scored stream tells the tokens that it has shown whole; some of that may still be held back here.
         shown = self._push_each(token_ids, None)
-        self._num_overlapping = self._num_made - len(shown)
+        self._num_overlapping += self._num_made - self._num_shown - len(shown)
         self._num_shown = self._num_made
 
     def _push_each(self, token_ids: list[int], scores: list[TokenLogprob] | None) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from penstock.engine.messages import TokenLogprob
-from penstock.engine.tokenizer import Detokenizer, Tokenizer
+from penstock.engine.tokenizer import Tokenizer
 from penstock.protocol.openai_chat import ChoiceLogprobs, ContentLogprob, TopLogprob
 from penstock.protocol.openai_completions import CompletionLogprobs
 from penstock.server.text_assembly import ScoredToken
@@ -18,40 +18,34 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[ScoredToken]) -> Choice
 
 def completion_logprobs(tokenizer: Tokenizer, tokens: Iterable[ScoredToken], *, base: int) -> CompletionLogprobs:
     """`base` is where the answer begins in the text that the caller gets."""
+    text_of = tokenizer.token_texts
     texts, logprobs, tops, offsets = [], [], [], []
     for token in tokens:
-        text, score = tokenizer.token_text(token.score.token_id), token.score
+        score = token.score
+        text, own = text_of[score.token_id], finite(score.logprob)
+        top = dict(zip([text_of[token_id] for token_id in score.top_ids], _all_finite(score.top_logprobs), strict=True))
+        top[text] = own
         texts.append(text)
-        logprobs.append(_finite(score.logprob))
-        top = {tokenizer.token_text(token_id): _finite(logprob) for token_id, logprob in score.top}
-        tops.append(top | {text: _finite(score.logprob)})
+        logprobs.append(own)
+        tops.append(top)
         offsets.append(base + token.offset)
     return CompletionLogprobs(texts, list(logprobs), list(tops), offsets)
 
 
-def prompt_logprobs(
-    tokenizer: Tokenizer, token_ids: list[int], logprobs: list[float | None] | None
-) -> CompletionLogprobs:
-    """Show an echoed prompt's tokens; the first has no log-probability."""
-    detokenizer = Detokenizer(tokenizer)
-    texts = [tokenizer.token_text(token_id) for token_id in token_ids]
-    offsets, length = [], 0
-    for token_id in token_ids:
-        offsets.append(length)
-        length += len(detokenizer.push([token_id]))
-    scores = [None if score is None else _finite(score) for score in logprobs or [None] * len(token_ids)]
-    tops = [None if score is None else {text: score} for text, score in zip(texts, scores, strict=True)]
-    return CompletionLogprobs(texts, scores, tops, offsets)
-
-
 def _content_logprob(tokenizer: Tokenizer, score: TokenLogprob) -> ContentLogprob:
+    text_of, bytes_of = tokenizer.token_texts, tokenizer.token_byte_values
     top = [
-        TopLogprob(tokenizer.token_text(token_id), _finite(logprob), list(tokenizer.token_bytes(token_id)))
-        for token_id, logprob in score.top
+        TopLogprob(text_of[token_id], logprob, bytes_of[token_id])
+        for token_id, logprob in zip(score.top_ids, _all_finite(score.top_logprobs), strict=True)
     ]
-    token_bytes = list(tokenizer.token_bytes(score.token_id))
-    return ContentLogprob(tokenizer.token_text(score.token_id), _finite(score.logprob), token_bytes, top)
+    return ContentLogprob(text_of[score.token_id], finite(score.logprob), bytes_of[score.token_id], top)
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """Return a log-probability as JSON can write it."""
     return max(logprob, _IMPOSSIBLE)
+
+
+def _all_finite(logprobs: list[float]) -> list[float]:
+    # Hardly ever is one not: a call for each of twenty would be most of the work.
+    return logprobs if min(logprobs, default=0.0) >= _IMPOSSIBLE else [finite(logprob) for logprob in logprobs]

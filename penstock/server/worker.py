@@ -7,6 +7,7 @@ Ends when its parent is gone. Never loads torch.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import socket
@@ -199,6 +200,9 @@ def main() -> int:
         if inherited is not None:
             os.set_inheritable(inherited, False)  # or the template process would keep it open behind us
     configure_logging(setup.config.log_format, process=setup.identity)
+    # What was imported stays: a full collection need not look through all of it, which holds up every stream.
+    gc.collect()
+    gc.freeze()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(setup))
     return 0

@@ -39,11 +39,37 @@ class FakeStream:
     on_abort: Callable[[str], None]
     _aborted: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: bool = False
+    _taken: asyncio.Event = field(default_factory=asyncio.Event)
+    _arrived: TokenEvent | Exception | None = None
+    _player: "asyncio.Task[None] | None" = None
 
-    def __aiter__(self):
-        return self
+    @property
+    def has_more(self) -> bool:
+        return self._arrived is not None
 
-    async def __anext__(self) -> TokenEvent:
+    def listen(self, on_arrival: Callable[[], None]) -> None:
+        self._player = asyncio.create_task(self._play(on_arrival))
+
+    def take(self, max_tokens: int | None = None) -> TokenEvent | None:
+        arrived, self._arrived = self._arrived, None
+        self._taken.set()
+        if isinstance(arrived, Exception):
+            raise arrived
+        return arrived
+
+    async def _play(self, on_arrival: Callable[[], None]) -> None:
+        """Let one step arrive when the one before was taken."""
+        while not self._ended:
+            try:
+                self._arrived = await self._next()
+            except Exception as error:  # noqa: BLE001 (the script's own)
+                self._arrived = error
+            self._taken.clear()
+            on_arrival()
+            if not self._ended:
+                await self._taken.wait()
+
+    async def _next(self) -> TokenEvent:
         await asyncio.sleep(0)
         while not self._ended:
             step = self.steps.pop(0) if self.steps else EngineFailed("the script ended")
@@ -57,11 +83,12 @@ class FakeStream:
                 raise step
             self._ended = step.finish is not None
             return step
-        raise StopAsyncIteration
+        raise AssertionError("nothing comes behind the last step")
 
     def abort(self, reason: FinishReason = FinishReason.ABORT) -> None:
         if not self._ended:
             self._aborted.set()
+            self._taken.set()
             self.on_abort(self.request.request_id)
 
     async def _wait(self, event: asyncio.Event) -> None:
@@ -172,7 +199,7 @@ class FakeEngine:
         num_top = request.params.logprobs
         if num_top is not None:
             event.logprobs = [
-                TokenLogprob(token_id, -0.5, [(token_id, -0.5), (0, -2.0), (1, float("-inf"))][:num_top])
+                TokenLogprob(token_id, -0.5, [token_id, 0, 1][:num_top], [-0.5, -2.0, float("-inf")][:num_top])
                 for token_id in token_ids
             ]
         if request.params.prompt_logprobs:

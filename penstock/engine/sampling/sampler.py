@@ -55,7 +55,7 @@ class Sampled:
         found = self.logprobs
         values, ids = found.top_values.tolist(), found.top_ids.tolist()
         return {
-            draw: TokenLogprob(tokens[draw], chosen, list(zip(ids[i][:count], values[i][:count], strict=True)))
+            draw: TokenLogprob(tokens[draw], chosen, ids[i][:count], values[i][:count])
             for i, (draw, chosen, count) in enumerate(
                 zip(found.draws, found.chosen.tolist(), found.num_top, strict=True)
             )

@@ -52,8 +52,8 @@ class SimulatedLanguage:
 
     def logprob(self, token: int, num_top: int) -> TokenLogprob:
         """Made-up but well-formed: the chosen token is the likeliest, its neighbours follow."""
-        top = [((token + index) % self._vocab_size, _CHOSEN_LOGPROB - index) for index in range(num_top)]
-        return TokenLogprob(token, _CHOSEN_LOGPROB, top)
+        top_ids = [(token + index) % self._vocab_size for index in range(num_top)]
+        return TokenLogprob(token, _CHOSEN_LOGPROB, top_ids, [_CHOSEN_LOGPROB - index for index in range(num_top)])
 
 
 def _mix(value: int) -> int:

@@ -9,6 +9,7 @@ import logging
 import time
 import uuid
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -28,14 +29,17 @@ from penstock.protocol.wire import parse_request
 from penstock.request import Tier
 from penstock.server.answer import Answer
 from penstock.server.context import ServerContext
+from penstock.server.json_parts import Body
 from penstock.server.routes.chat import begin_chat
 from penstock.server.routes.completions import begin_completion
-from penstock.server.streaming import Reply, note_outcome, read_whole
+from penstock.server.streaming import Reply, keep_whole, note_outcome
 from penstock.store.batch_work import MAX_ATTEMPTS, EndedRow, RowEnd, RunningRow
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
 
 _UNKNOWN_WAIT_SECONDS = 1.0
+_LINE_ENTRIES = 16  # what it costs to begin one, in entries of `LoopTurns`
+_SHORT_BYTES = 1 << 20  # copied at once rather than in a thread
 # Characters that end a line for Unicode, as for Python's `splitlines`, and that JSON allows inside a text as they are.
 _LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\x85\u2028\u2029")
 
@@ -63,23 +67,24 @@ async def run_line(
     try:
         if row.attempts > MAX_ATTEMPTS:
             raise EngineFailed(f"this request was under way {MAX_ATTEMPTS} times when something failed")
+        await context.turns.take(_LINE_ENTRIES)  # hundreds may begin together
         answer, reply = await _begin(context, caller, record, endpoint, row.body)
-        texts = await read_whole(answer)
-        body = reply.whole(texts, answer.usage())
+        await keep_whole(answer, reply)
+        body = reply.body(answer.choices, answer.usage())
         note_outcome(record, answer)
-        return _end(batch_id, row, record, answer, 200, body)
+        return await _end(batch_id, row, record, answer, 200, body)
     except (Overloaded, EngineUnavailable, StoreUnavailable) as error:
         wait = error.retry_after_seconds if isinstance(error, Overloaded) else _UNKNOWN_WAIT_SECONDS
         return Postponed(row.line, wait, counts=False, is_crowded=error.code == Overloaded.code)
     except EngineFailed as error:
         if row.attempts < MAX_ATTEMPTS:
             return Postponed(row.line, 0.0, counts=True)
-        return _fail(batch_id, row, record, answer, error)
+        return await _fail(batch_id, row, record, answer, error)
     except PenstockError as error:
-        return _fail(batch_id, row, record, answer, error)
+        return await _fail(batch_id, row, record, answer, error)
     except Exception as error:
         log.exception("a line of a batch could not be run (batch %s, line %d)", batch_id, row.line)
-        return _fail(batch_id, row, record, answer, error)
+        return await _fail(batch_id, row, record, answer, error)
     finally:
         if answer is not None:
             answer.abort()
@@ -120,25 +125,27 @@ async def _begin(
     return completion, completion_reply
 
 
-def _fail(batch_id: str, row: RunningRow, record: RequestRecord, answer: Answer | None, error: Exception) -> RowEnd:
+async def _fail(
+    batch_id: str, row: RunningRow, record: RequestRecord, answer: Answer | None, error: Exception
+) -> RowEnd:
     reply = reply_for(error)
     record.error_code = reply.code
-    return _end(batch_id, row, record, answer, reply.status, reply.body)
+    return await _end(batch_id, row, record, answer, reply.status, Body([reply.body]))
 
 
-def _end(
-    batch_id: str, row: RunningRow, record: RequestRecord, answer: Answer | None, status: int, body: bytes
+async def _end(
+    batch_id: str, row: RunningRow, record: RequestRecord, answer: Answer | None, status: int, body: Body
 ) -> RowEnd:
-    response = LineResponse(status_code=status, request_id=record.request_id, body=msgspec.Raw(body))
-    result = ResultLine(id=_line_id(batch_id, row.line), custom_id=row.custom_id, response=response)
+    write = partial(_result, batch_id, row, record.request_id, status, body)
+    result = write() if body.num_bytes <= _SHORT_BYTES else await asyncio.to_thread(write)
     usage, settlement = answer.charge.hand_over(record) if answer is not None else (None, None)
-    return RowEnd(
-        line=row.line,
-        is_completed=status == 200,
-        result=msgspec.json.encode(result).decode(),
-        usage=usage,
-        settlement=settlement,
-    )
+    return RowEnd(line=row.line, is_completed=status == 200, result=result, usage=usage, settlement=settlement)
+
+
+def _result(batch_id: str, row: RunningRow, request_id: str, status: int, body: Body) -> str:
+    response = LineResponse(status_code=status, request_id=request_id, body=msgspec.Raw(body.whole()))
+    result = ResultLine(id=_line_id(batch_id, row.line), custom_id=row.custom_id, response=response)
+    return msgspec.json.encode(result).decode()
 
 
 def result_line(batch_id: str, row: EndedRow, *, is_cancelled: bool) -> bytes:

@@ -7,6 +7,7 @@ from penstock.protocol.frames import FRAMES_HEADER
 from penstock.protocol.openai_chat import ChatChunk, ChatCompletion, ChatRequest
 from penstock.request import Tier, check_answer_fits
 from penstock.server.answer import Answer
+from penstock.server.answer_size import check_answer_size
 from penstock.server.body import read_request
 from penstock.server.chat_reply import ChatReply
 from penstock.server.context import ServerContext
@@ -71,6 +72,14 @@ async def begin_chat(
     check_prompt(prompt, info, param="messages")
     limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
     check_answer_fits(len(prompt.token_ids), max_tokens, info.max_context_tokens, param=limit_name)
+    check_answer_size(
+        [prompt],
+        params,
+        num_choices=chat.num_choices,
+        max_context_tokens=info.max_context_tokens,
+        max_tokens_name=limit_name,
+        logprobs_name="top_logprobs",
+    )
     begun = check_continuation(chat, params, [prompt], info)
     framed = framed_params(frames, chat, params)
     with_logprobs = num_logprobs is not None

@@ -10,6 +10,7 @@ from penstock.protocol.frames import FRAMES_HEADER
 from penstock.protocol.openai_completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
 from penstock.request import SamplingParams, Tier, check_answer_fits
 from penstock.server.answer import Answer, Prompt
+from penstock.server.answer_size import check_answer_size
 from penstock.server.body import read_request
 from penstock.server.completion_reply import CompletionReply
 from penstock.server.context import ServerContext
@@ -78,6 +79,7 @@ async def begin_completion(
         check_prompt(prompt, info, param=name)
         check_answer_fits(len(prompt.token_ids), wanted.max_tokens, info.max_context_tokens, prompt=name)
         prompts.append(prompt)
+    check_answer_size(prompts, params, num_choices=wanted.num_choices, max_context_tokens=info.max_context_tokens)
     begun = check_continuation(wanted, params, prompts, info)
     framed = framed_params(frames, wanted, params)
     with_logprobs = wanted.logprobs is not None

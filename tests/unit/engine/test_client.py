@@ -10,9 +10,10 @@ import pytest
 from penstock.child_setup import decode_setup, encode_setup
 from penstock.config import gather
 from penstock.engine.builder import BuiltEngine
-from penstock.engine.client import EngineClient
+from penstock.engine.client import EngineClient, TokenStream
 from penstock.engine.config import EngineConfig
 from penstock.engine.memory_plan import MemoryPlan
+from penstock.engine.messages import ArrivedEvents, Events, TokenEvent, TokenLogprob, decode_from_engine, encode
 from penstock.engine.process import EngineProcess
 from penstock.engine.setup import EngineSetup
 from penstock.engine.timeline import Timeline
@@ -116,10 +117,47 @@ async def test_many_requests_at_once_each_get_their_own_tokens(client):
 
 async def test_events_that_wait_together_are_merged(client):
     stream = ask(client)
-    await settled(lambda: stream._waiting is not None and stream._waiting.finish is not None)
+    await settled(lambda: stream._waiting and stream._waiting[-1].finish is not None)
     events = [event async for event in stream]
     assert len(events) == 1
     assert len(events[0].token_ids) == 8
+
+
+def arrived(*token_ids, finish=None):
+    """An event as it comes from the engine, with a log-probability for each token."""
+    event = TokenEvent(request_id="a", token_ids=list(token_ids), finish=finish)
+    event.logprobs = [TokenLogprob(token_id, -0.5, [token_id, 0], [-0.5, -1.0]) for token_id in token_ids]
+    message = decode_from_engine(encode(Events([event])))
+    assert isinstance(message, ArrivedEvents)
+    return message.events[0]
+
+
+async def test_a_reader_takes_no_more_tokens_than_it_wants_to(client):
+    stream = TokenStream(client, "a")
+    for event in (arrived(1, 2), arrived(3), arrived(4, 5, 6), arrived(7, finish=FinishReason.LENGTH)):
+        stream.push(event)
+    taken = []
+    while stream.has_more:
+        taken.append(stream.take(3))
+    # The third event comes whole, as each does.
+    assert [event.token_ids for event in taken] == [[1, 2, 3], [4, 5, 6], [7]]
+    assert [[score.top for score in event.logprobs] for event in taken[1:]] == [
+        [[(token_id, -0.5), (0, -1.0)] for token_id in token_ids] for token_ids in ([4, 5, 6], [7])
+    ]
+    assert [event.finish for event in taken] == [None, None, FinishReason.LENGTH]
+    assert stream.take(3) is None
+
+
+async def test_who_listens_is_told_of_what_came_before_and_of_the_engines_end(client):
+    stream, calls = TokenStream(client, "a"), []
+    stream.push(arrived(1))
+    stream.listen(lambda: calls.append(stream.has_more))
+    stream.fail(EngineFailed("gone"))
+    assert calls == [True, True]
+    assert stream.take(8).token_ids == [1]
+    with pytest.raises(EngineFailed):
+        stream.take(8)
+    assert not stream.has_more
 
 
 async def test_an_abort_ends_the_stream_and_frees_its_blocks(client, running):

@@ -506,6 +506,15 @@ def test_after_a_match_nothing_more_is_shown() -> None:
     assert matcher.flush() == ""
 
 
+def test_a_fresh_matcher_knows_nothing_of_the_text_before() -> None:
+    used = StopMatcher(["abc", "xy"])
+    assert used.push("..ab") == ("..", None)
+    fresh = used.fresh()
+    assert fresh.push("c..x") == ("c..", None)
+    assert fresh.push("y") == ("", "xy")
+    assert used.push("c") == ("", "abc")
+
+
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(InvalidParameter, match="stop"):
         StopMatcher(["a", ""])

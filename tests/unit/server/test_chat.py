@@ -250,3 +250,11 @@ async def test_a_model_without_a_template_says_so(service):
     response = await service.chat()
     assert response.status_code == 400
     assert "no chat template" in response.json()["error"]["message"]
+
+
+async def test_choices_of_any_length_count_as_long_as_the_context_for_their_log_probabilities(service):
+    fields = {"logprobs": True, "top_logprobs": 20}
+    response = await service.chat(n=128, **fields)
+    assert response.status_code == 400
+    assert "lower n, max_tokens or top_logprobs" in response.json()["error"]["message"]
+    assert (await service.chat(n=2, **fields)).status_code == 200

@@ -1,11 +1,15 @@
 """/v1/completions through the real openai client and over plain HTTP."""
 
+import asyncio
+
+import msgspec
 import openai
 import pytest
 
 from penstock.engine.messages import TokenEvent
 from penstock.errors import EngineFailed
 from penstock.request import FinishReason
+from penstock.server.answer_size import MAX_CALL_LOGPROBS
 from tests.unit.server.conftest import MODEL
 from tests.unit.server.openai_schema import check
 from tests.unit.server.sse import events_in, text_of
@@ -124,6 +128,45 @@ async def test_a_prompt_can_be_scored_without_an_answer(short):
     assert answer["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.25, -1.25]
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_is_scored_once_for_all_its_choices(short, stream):
+    scored = asyncio.Event()
+
+    def script(request):
+        steps = short.engine.say(request, ANSWER)
+        return [scored, *steps] if request.params.prompt_logprobs else steps
+
+    short.engine.script = script
+    asyncio.get_running_loop().call_later(0.02, scored.set)  # long after the others have all their tokens
+    response = await short.complete(["hé", "x"], echo=True, logprobs=0, n=3, stream=stream)
+    assert [request.params.prompt_logprobs for request in short.engine.submitted] == [True, False, False] * 2
+    chunks = events_in(response.content)[:-1] if stream else [response.json()]
+    shown = {}
+    for choice in [choice for chunk in chunks for choice in chunk["choices"]]:
+        shown.setdefault(choice["index"], []).extend(choice["logprobs"]["token_logprobs"])
+    assert [shown[index][:3] for index in range(3)] == [[None, -1.25, -1.25]] * 3
+    assert [shown[index][:2] for index in range(3, 6)] == [[None, -0.5]] * 3
+
+
+@pytest.mark.parametrize("fields", [{"n": 128}, {"prompt": ["a"] * 128}])
+async def test_many_answers_with_more_log_probabilities_than_a_call_may_tell_are_refused(service, fields):
+    response = await service.complete(**{"prompt": "a", "max_tokens": 400, "logprobs": 20, **fields})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == next(iter(fields))
+    assert all(word in error["message"] for word in ("1075200", str(MAX_CALL_LOGPROBS), "max_tokens", "logprobs"))
+    assert service.engine.submitted == []
+    assert (await service.complete("a", n=128, max_tokens=390, logprobs=20)).status_code == 200
+
+
+async def test_echoed_prompts_count_among_the_log_probabilities_of_a_call(service):
+    service.engine.info = msgspec.structs.replace(service.engine.info, max_context_tokens=1 << 14)
+    prompt = [5] * (MAX_CALL_LOGPROBS // 128)
+    refused = await service.complete(prompt, echo=True, logprobs=0, n=128, max_tokens=1)
+    assert refused.json()["error"]["param"] == "n"
+    assert (await service.complete(prompt, echo=True, logprobs=0, max_tokens=1)).status_code == 200
 
 
 async def test_offsets_go_on_from_chunk_to_chunk(short):

@@ -116,3 +116,21 @@ def test_a_partial_stop_string_is_shown_once_nothing_can_complete_it():
     last = assembler.push(TokenEvent(request_id="r", finish=FinishReason.LENGTH))
     assert (first.text, last.text) == ("a", "xy")
     assert last.finish is FinishReason.LENGTH
+
+
+@given(TEXTS, st.lists(SHORT, max_size=2), sizes, st.sampled_from([None, 0]), st.integers(0, 30))
+@settings(max_examples=200)
+def test_what_was_shown_elsewhere_may_be_told_in_parts(text, stops, sizes, logprobs, num_told):
+    token_ids = TOKENIZER.encode(text, add_special=False)
+    told, rest = token_ids[:num_told], token_ids[num_told:]
+    params = SamplingParams(stop=tuple(stops), logprobs=logprobs)
+    at_once, in_parts = TextAssembler(TOKENIZER, params), TextAssembler(TOKENIZER, params)
+    at_once.replay(told)
+    for part in chunks_of(told, sizes):
+        if in_parts.finish is None:
+            in_parts.replay(part)
+    assert (in_parts.num_tokens, in_parts.finish) == (at_once.num_tokens, at_once.finish)
+    if at_once.finish is None:
+        event = TokenEvent(request_id="r", token_ids=rest, finish=FinishReason.LENGTH)
+        event.logprobs = None if logprobs is None else [TokenLogprob(token_id, -1.0) for token_id in rest]
+        assert in_parts.push(event) == at_once.push(event)

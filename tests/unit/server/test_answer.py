@@ -1,0 +1,81 @@
+"""Answers read in slices: however much has arrived, others' answers go on."""
+
+import asyncio
+
+import pytest
+
+from penstock.engine.client import TokenStream
+from penstock.engine.messages import ArrivedEvents, Events, TokenEvent, TokenLogprob, decode_from_engine, encode
+from penstock.request import FinishReason, SamplingParams
+from penstock.server.answer import Answer, Choice, Prompt
+from penstock.server.loop_turns import ENTRIES_A_PASS, LoopTurns
+from penstock.server.text_assembly import TextAssembler
+from tests.fakes.tiny_tokenizer import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+TOKEN = TOKENIZER.encode("a", add_special=False)[0]
+TOP = 20
+
+
+def backlog(turns, num_choices, num_tokens, *, scored=True):
+    """An answer of which all has arrived and nothing was read."""
+    prompt, choices = Prompt([1]), []
+    score = TokenLogprob(TOKEN, -1.0, [TOKEN] * TOP, [-1.0] * TOP)
+    for index in range(num_choices):
+        stream = TokenStream(None, str(index))
+        for place in range(num_tokens):
+            event = TokenEvent(request_id="r", token_ids=[TOKEN], logprobs=[score] if scored else None)
+            event.finish = FinishReason.LENGTH if place == num_tokens - 1 else None
+            message = decode_from_engine(encode(Events([event])))
+            assert isinstance(message, ArrivedEvents)
+            stream.push(message.events[0])
+        assembler = TextAssembler(TOKENIZER, SamplingParams(logprobs=TOP if scored else None))
+        choices.append(Choice(index, prompt, stream, assembler, only_scores_prompt=False))
+    return Answer([prompt], choices, None, turns)
+
+
+def entries_in(batch):
+    return sum(choice.entries_a_token * max(1, len(piece.text)) for choice, piece in batch)
+
+
+async def read(answer, read_entries):
+    texts = {}
+    async for batch in answer.batches():
+        read_entries.append(entries_in(batch))
+        for choice, piece in batch:
+            texts[choice.index] = texts.get(choice.index, "") + piece.text
+    return texts
+
+
+@pytest.mark.parametrize("scored", [True, False])
+@pytest.mark.parametrize(("num_choices", "num_tokens"), [(1, 300), (128, 1), (40, 20)])
+async def test_no_batch_holds_more_than_one_pass_may(num_choices, num_tokens, scored):
+    batches = []
+    answer = backlog(LoopTurns(), num_choices, num_tokens, scored=scored)
+    texts = await read(answer, batches)
+    assert texts == dict.fromkeys(range(num_choices), "a" * num_tokens)
+    assert max(batches) < ENTRIES_A_PASS + TOP + 2
+    assert answer.usage().completion_tokens == num_choices * num_tokens
+
+
+async def test_long_answers_together_hold_no_pass_for_longer_than_one():
+    turns, batches, in_a_pass = LoopTurns(), [], []
+    tasks = [asyncio.create_task(read(backlog(turns, 8, 40), batches)) for _ in range(5)]
+    while not all(task.done() for task in tasks):
+        num_before = len(batches)
+        await asyncio.sleep(0)
+        in_a_pass.append(sum(batches[num_before:]))
+    assert sum(in_a_pass) == 5 * 8 * 40 * (TOP + 2)
+    assert max(in_a_pass) < ENTRIES_A_PASS + TOP + 2
+
+
+async def test_a_short_answer_does_not_wait_for_long_ones():
+    turns = LoopTurns()
+    long = [asyncio.create_task(read(backlog(turns, 8, 40), [])) for _ in range(5)]
+    await asyncio.sleep(0)
+    short = asyncio.create_task(read(backlog(turns, 1, 1, scored=False), []))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert short.done()
+    assert not any(task.done() for task in long)
+    await asyncio.gather(*long)
