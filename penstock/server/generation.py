@@ -3,7 +3,9 @@
 Knows nothing of the API that the call came through.
 """
 
+import asyncio
 import uuid
+from contextlib import AbstractAsyncContextManager
 
 import msgspec
 
@@ -13,6 +15,7 @@ from penstock.metering.meter import Charge
 from penstock.protocol.generation import GenerationRequest
 from penstock.request import FinishReason, SamplingParams, Tier
 from penstock.server.answer import Answer, Choice, Prompt
+from penstock.server.claim import claim_of
 from penstock.server.context import ServerContext
 from penstock.server.continuation import Begun
 from penstock.server.prompt import check_num_answers
@@ -45,6 +48,31 @@ def open_call(
     return info
 
 
+def preparing(
+    context: ServerContext,
+    caller: Caller,
+    record: RequestRecord,
+    params: SamplingParams,
+    terms: Terms,
+    *,
+    num_answers: int,
+    likely_input_tokens: int,
+) -> AbstractAsyncContextManager[None]:
+    """Where a call's prompts are made: whoever is over a limit already does not get there."""
+    longest = context.engine_info(caller).max_context_tokens
+    most = longest if params.max_tokens is None else params.max_tokens
+    least = Need(
+        input_tokens=1,
+        most_output_tokens=num_answers * most,
+        output_is_stated=params.max_tokens is not None,
+        least_output_tokens=num_answers * min(params.min_tokens, most),
+        num_answers=num_answers,
+        tier=terms.tier,
+    )
+    meter = context.tenancy.meter
+    return meter.preparing(caller, record.model, least, likely_input_tokens=likely_input_tokens)
+
+
 async def begin_answer(
     context: ServerContext,
     caller: Caller,
@@ -59,22 +87,25 @@ async def begin_answer(
 ) -> Answer:
     """Submit `num_choices` requests for each prompt and return their answer, which the caller must deliver or abort.
 
-    `begun` is what another server made of the answer. Raises LimitReached or LimitTooSmall, and InvalidParameter where
-    a choice of it was complete, and then nothing was submitted.
+    `begun` is what another server made of the answer. Raises LimitReached or LimitTooSmall, DeadlineExceeded or
+    Overloaded where admission took too long, and InvalidParameter where a choice of it was complete, and then nothing
+    was submitted.
     """
     if begun is not None:
         _check_unfinished(context, params, begun)
     most_tokens = [_most_tokens(context, caller, prompt, params) for prompt in prompts]
+    most, least = sum(most_tokens), sum(params.fewest_tokens(most) for most in most_tokens)
     need = Need(
         input_tokens=sum(len(prompt.token_ids) for prompt in prompts),
-        most_output_tokens=num_choices * sum(most_tokens),
-        output_is_stated=params.max_tokens is not None,
+        most_output_tokens=num_choices * most,
+        output_is_stated=params.max_tokens is not None or least == most,
+        least_output_tokens=num_choices * least,
         num_answers=num_choices * len(prompts),
         tier=terms.tier,
     )
     # The engine knows the end of its own context, but not of a caller's.
     ends_itself = params.max_tokens is None and caller.terms.limits.longest_context is None
-    charge = await context.tenancy.meter.admit(caller, record.model, need)
+    charge = await _admit(context, caller, record, terms, need)
     choices: list[Choice] = []
     num_ended = len(begun.ended) if begun is not None else 0
     try:
@@ -122,6 +153,25 @@ async def begin_answer(
         raise
     record.num_choices = len(choices)
     return Answer(prompts, choices, charge)
+
+
+async def _admit(context: ServerContext, caller: Caller, record: RequestRecord, terms: Terms, need: Need) -> Charge:
+    """Have a call admitted in the time that it has."""
+    claim, meter = claim_of(caller, record, terms), context.tenancy.meter
+    claim.check()
+    admission = asyncio.create_task(meter.admit(caller, record.model, need, deadline=claim.deadline))
+    try:
+        return await claim.wait(admission)
+    except BaseException:
+        if not admission.done():
+            admission.add_done_callback(_withdraw)
+        raise
+
+
+def _withdraw(admission: "asyncio.Task[Charge]") -> None:
+    """Give back what nobody waited for any more."""
+    if not admission.cancelled() and admission.exception() is None:
+        admission.result().withdraw()
 
 
 async def _close_charge(charge: Charge, terms: Terms, record: RequestRecord, error: BaseException) -> None:

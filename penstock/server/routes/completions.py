@@ -3,18 +3,18 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.engine.messages import EngineInfo
 from penstock.protocol.frames import FRAMES_HEADER
 from penstock.protocol.openai_completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
 from penstock.request import SamplingParams, Tier, check_answer_fits
-from penstock.server.answer import Answer, Prompt
+from penstock.server.answer import Answer
 from penstock.server.body import read_request
+from penstock.server.claim import claim_of
 from penstock.server.completion_reply import CompletionReply
 from penstock.server.context import ServerContext
 from penstock.server.continuation import check_continuation, framed_params
 from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
-from penstock.server.generation import begin_answer, open_call
-from penstock.server.prompt import check_prompt, text_prompt
+from penstock.server.generation import begin_answer, open_call, preparing
+from penstock.server.prompt import check_prompt, likely_tokens, text_prompts
 from penstock.server.streaming import AnswerResponse
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
@@ -23,7 +23,7 @@ from penstock.tenants import Caller
 def endpoints(context: ServerContext) -> list[Endpoint]:
     async def create(request: Request) -> Response:
         record, caller = record_of(request), caller_of(request)
-        wanted = await read_request(request, CompletionRequest, context.config.max_body_bytes)
+        wanted = await read_request(request, CompletionRequest, context.config.max_body_bytes, context.texts)
         frames = request.headers.get(FRAMES_HEADER)
         answer, reply, is_framed = await begin_completion(context, caller, record, wanted, frames=frames)
         return AnswerResponse(
@@ -67,11 +67,14 @@ async def begin_completion(
     params = _params(wanted)
     params.validate(info.vocab_size)
     terms = context.terms(wanted, caller, tier)
-    prompts = [await _prompt(context, prompt, info) for prompt in wanted.prompt]
-    for prompt in prompts:
-        check_prompt(prompt, info, param="prompt")
-        check_answer_fits(len(prompt.token_ids), wanted.max_tokens, info.max_context_tokens)
-    begun = check_continuation(wanted, params, prompts, info)
+    num_answers, likely = wanted.num_choices * len(wanted.prompt), likely_tokens(wanted.prompt)
+    limited = preparing(context, caller, record, params, terms, num_answers=num_answers, likely_input_tokens=likely)
+    async with limited:
+        prompts = await text_prompts(context, wanted.prompt, info, claim_of(caller, record, terms))
+        for prompt in prompts:
+            check_prompt(prompt, info, param="prompt")
+            check_answer_fits(len(prompt.token_ids), wanted.max_tokens, info.max_context_tokens)
+        begun = check_continuation(wanted, params, prompts, info)
     framed = framed_params(frames, wanted, params)
     with_logprobs = wanted.logprobs is not None
     reply = CompletionReply(context.tokenizer, record.completion_id, wanted, begun, with_logprobs=with_logprobs)
@@ -97,9 +100,3 @@ def _params(wanted: CompletionRequest) -> SamplingParams:
         logprobs=wanted.logprobs,
         prompt_logprobs=bool(wanted.echo) and wanted.logprobs is not None,
     )
-
-
-async def _prompt(context: ServerContext, prompt: str | list[int], info: EngineInfo) -> Prompt:
-    if isinstance(prompt, str):
-        return await text_prompt(context, prompt, add_special=True, info=info)
-    return Prompt(prompt)

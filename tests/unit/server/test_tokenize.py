@@ -83,9 +83,9 @@ async def test_of_a_text_that_may_fit_only_a_part_is_tried_first(service, monkey
     monkeypatch.setattr(service.tokenizer, "encode", noted)
     error = (await service.post("/tokenize", prompt="x" * 20_000)).json()["error"]
     assert error["code"] == "context_length_exceeded"
-    assert "at least 3276 tokens" in error["message"]
+    assert "at least 819 tokens" in error["message"]
     assert "answer" not in error["message"]
-    assert sizes == [8 * 512]
+    assert sizes == [2 * 512]
 
 
 async def test_more_tokens_than_the_context_are_not_turned_into_text(service):
