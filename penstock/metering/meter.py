@@ -138,7 +138,7 @@ class Meter:
 
         What turns out to be wrong with it in there has cost as much as a request, and counts as one. Raises as `admit`.
         """
-        await self._look(caller, model, least, likely_input_tokens)
+        await self.look(caller, model, least, likely_input_tokens=likely_input_tokens)
         try:
             yield
         except Overloaded:
@@ -173,7 +173,8 @@ class Meter:
             self._held[outcome.id] = outcome.tenant
         return Charge(self, caller, model, outcome, deadline)
 
-    async def _look(self, caller: Caller, model: str, least: Need, likely_input_tokens: int) -> None:
+    async def look(self, caller: Caller, model: str, least: Need, *, likely_input_tokens: int = 1) -> None:
+        """Raise as `admit` would for a request of which only so much is known yet."""
         moves = caller.voucher is not None and caller.voucher.lease is not None  # it may have been admitted elsewhere
         if moves or not caller.terms.limits.are_metered:
             return

@@ -6,6 +6,7 @@ the body means: that is `protocol`'s.
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
@@ -54,8 +55,17 @@ def has_body(headers: Headers) -> bool:
     return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
 
-async def read_request(request: Request, kind: type[Wanted], max_bytes: int, texts: TextWork) -> Wanted:
-    """Return the checked body; none at all is as good as an empty object. Raises RequestError."""
+async def read_request(
+    request: Request,
+    kind: type[Wanted],
+    max_bytes: int,
+    texts: TextWork,
+    check: Callable[[], Awaitable[None]] | None = None,
+) -> Wanted:
+    """Return the checked body; none at all is as good as an empty object. Raises RequestError, or as `check` does.
+
+    A large body is only parsed where `check` does not raise.
+    """
     if not kind.has_required_fields() and not has_body(request.headers):
         return kind()
     check_json(request.headers)
@@ -68,6 +78,8 @@ async def read_request(request: Request, kind: type[Wanted], max_bytes: int, tex
         if len(body) > max_bytes:
             raise BodyTooLarge(max_bytes)
     if len(body) > _LARGE_BODY_BYTES:
+        if check is not None:
+            await check()
         claim = Claim(caller_of(request).tenant)
         return await texts.run(claim, len(body), partial(parse_request, kind, bytes(body)))
     return parse_request(kind, bytes(body))

@@ -48,6 +48,12 @@ def open_call(
     return info
 
 
+async def check_limits(context: ServerContext, caller: Caller) -> None:
+    """Raise where a limit of the caller's is used up, whatever the call may ask for."""
+    least = Need(input_tokens=1, most_output_tokens=1, output_is_stated=True)
+    await context.tenancy.meter.look(caller, context.config.served_name, least)
+
+
 def preparing(
     context: ServerContext,
     caller: Caller,

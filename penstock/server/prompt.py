@@ -5,6 +5,7 @@ turns at it. Knows nothing of HTTP.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from penstock.engine.messages import EngineInfo
 from penstock.engine.tokenizer import Tokenizer
@@ -12,11 +13,13 @@ from penstock.errors import ContextTooLong, InvalidParameter, RequestError, Temp
 from penstock.protocol.openai_chat import ChatMessage
 from penstock.request import check_text_tokens
 from penstock.server.answer import Prompt
+from penstock.server.chat_template import MESSAGE_CHARACTERS
 from penstock.server.claim import Claim
 from penstock.server.context import ServerContext
 
 SHORTER = "give a shorter one"
 _SHORT_TEXT_CHARACTERS = 4096  # cheaper to tokenise at once than to hand to a thread
+_FEW_MESSAGES = 256  # likewise
 # Of a text twice as long, for each token of the context, so much is tried first: digits have one character to a token,
 # and tokens seldom have more than eight.
 _TRIED_CHARACTERS_PER_TOKEN = (2, 8)
@@ -43,9 +46,16 @@ async def chat_prompt(context: ServerContext, messages: list[ChatMessage], info:
     if context.template is None:
         message = "this model has no chat template; use /v1/completions, or start the server with --chat-template FILE"
         raise TemplateFailed(message, param="messages")
-    text = await context.template.render([message.for_template() for message in messages], claim)
+    plain = partial(_for_template, messages)
+    few = len(messages) <= _FEW_MESSAGES
+    documents = plain() if few else await context.texts.run(claim, len(messages) * MESSAGE_CHARACTERS, plain)
+    text = await context.template.render(documents, claim)
     # The template writes its own special tokens.
     return await text_prompt(context, text, add_special=False, info=info, claim=claim, param="messages")
+
+
+def _for_template(messages: list[ChatMessage]) -> list[dict[str, str]]:
+    return [message.for_template() for message in messages]
 
 
 async def text_prompts(

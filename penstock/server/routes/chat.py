@@ -1,5 +1,7 @@
 """/v1/chat/completions: messages in, the assistant's turn out."""
 
+from functools import partial
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,7 +15,7 @@ from penstock.server.claim import claim_of
 from penstock.server.context import ServerContext
 from penstock.server.continuation import check_continuation, framed_params
 from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
-from penstock.server.generation import begin_answer, open_call, preparing
+from penstock.server.generation import begin_answer, check_limits, open_call, preparing
 from penstock.server.prompt import chat_prompt, check_prompt, likely_tokens
 from penstock.server.streaming import AnswerResponse
 from penstock.telemetry import RequestRecord
@@ -23,7 +25,9 @@ from penstock.tenants import Caller
 def endpoints(context: ServerContext) -> list[Endpoint]:
     async def create(request: Request) -> Response:
         record, caller = record_of(request), caller_of(request)
-        chat = await read_request(request, ChatRequest, context.config.max_body_bytes, context.texts)
+        chat = await read_request(
+            request, ChatRequest, context.config.max_body_bytes, context.texts, partial(check_limits, context, caller)
+        )
         frames = request.headers.get(FRAMES_HEADER)
         answer, reply, is_framed = await begin_chat(context, caller, record, chat, frames=frames)
         return AnswerResponse(

@@ -1,5 +1,7 @@
 """/v1/completions: texts or token ids in, their continuations out."""
 
+from functools import partial
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,7 +15,7 @@ from penstock.server.completion_reply import CompletionReply
 from penstock.server.context import ServerContext
 from penstock.server.continuation import check_continuation, framed_params
 from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
-from penstock.server.generation import begin_answer, open_call, preparing
+from penstock.server.generation import begin_answer, check_limits, open_call, preparing
 from penstock.server.prompt import check_prompt, likely_tokens, text_prompts
 from penstock.server.streaming import AnswerResponse
 from penstock.telemetry import RequestRecord
@@ -23,7 +25,13 @@ from penstock.tenants import Caller
 def endpoints(context: ServerContext) -> list[Endpoint]:
     async def create(request: Request) -> Response:
         record, caller = record_of(request), caller_of(request)
-        wanted = await read_request(request, CompletionRequest, context.config.max_body_bytes, context.texts)
+        wanted = await read_request(
+            request,
+            CompletionRequest,
+            context.config.max_body_bytes,
+            context.texts,
+            partial(check_limits, context, caller),
+        )
         frames = request.headers.get(FRAMES_HEADER)
         answer, reply, is_framed = await begin_completion(context, caller, record, wanted, frames=frames)
         return AnswerResponse(
