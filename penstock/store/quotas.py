@@ -33,6 +33,7 @@ CONCURRENCY_RETRY_SECONDS = 1.0
 _FIRST_MEAN_OUTPUT_TOKENS = 256.0
 _MAX_ROWS = 1000  # in one statement
 _LEARNING_RATE = 0.1
+_LIKELY_PARTS = 4  # of what a prompt likely has, it has one surely
 _BATCH_LIMIT = "tokens_per_day"
 _NOBODY = ""  # no tenant's name: the holder of leases that were taken over
 _TICKET = re.compile(r"([0-9a-f]{32})\.([0-9]{4}-[0-9]{2}-[0-9]{2})\.([0-9]{1,15})\.([0-9]{1,15})")
@@ -172,10 +173,11 @@ class QuotaStore:
             return lease
 
     def look(self, caller: Caller, least: Need, likely_input_tokens: int) -> Refusal | None:
-        """Return why a request would be refused whatever comes of its prompt. Raises LimitTooSmall. Changes nothing.
+        """Return why a request would be refused now, before its prompt is counted. Raises LimitTooSmall.
 
-        `least` is what is known of it before its prompt is counted. The wait is told for as long a prompt as it likely
-        has, so that whoever comes back then is seldom told to wait once more.
+        `least` is what is certain of it. Of the minute's input it is taken to need a part at least of what is likely;
+        the wait is told for all of that, so that whoever comes back then is seldom told to wait once more. Changes
+        nothing.
         """
         limits = caller.terms.limits
         _check_fits(limits, least)
@@ -186,19 +188,21 @@ class QuotaStore:
             if now < in_use.at:  # only who may write can let time go on after a clock was set back
                 return None
             in_use.move_to(now, limits)
-            output_tokens = _estimate(limits, least, in_use.mean_output_tokens)
             num_running = _count_leases(connection, caller.tenant, now)
+        output_tokens = _estimate(limits, least, in_use.mean_output_tokens)
         refusal = _refusal(limits, in_use, least, output_tokens, num_running)
-        if refusal is None or limits.input_tokens_per_minute is None or least.tier is Tier.BATCH:
+        most = limits.input_tokens_per_minute
+        if most is None or least.tier is Tier.BATCH:
             return refusal
-        likely = max(least.input_tokens, min(likely_input_tokens, limits.input_tokens_per_minute))
-        name = "input_tokens_per_minute"
-        wait = in_use.waits(limits, input_tokens=likely, output_tokens=output_tokens)[name]
-        if wait <= refusal.retry_after_seconds:
+        bucket = Bucket(most, in_use.input_tokens)
+        if refusal is None and not bucket.wait_seconds(min(most, likely_input_tokens // _LIKELY_PARTS)):
+            return None
+        wait = bucket.wait_seconds(min(most, max(least.input_tokens, likely_input_tokens)))
+        if refusal is not None and wait <= refusal.retry_after_seconds:
             return refusal
-        return msgspec.structs.replace(
-            refusal, limit=name, most=limits.input_tokens_per_minute, retry_after_seconds=wait
-        )
+        wait = math.ceil(wait * 1000) / 1000
+        standing = in_use.buckets(limits)
+        return Refusal(limit="input_tokens_per_minute", most=most, retry_after_seconds=wait, standing=standing)
 
     def count_request(self, caller: Caller) -> None:
         """Count a request that ended before it could be admitted: it was read, so it is one."""
