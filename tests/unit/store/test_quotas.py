@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 
 import pytest
@@ -178,6 +179,22 @@ def test_a_look_tells_what_admission_would_and_changes_nothing(quotas, sqlite_da
     for lease in leases:
         end(sqlite_database, lease)
     assert quotas.look(alice, need(), 10) is None
+
+
+@settings(max_examples=15)
+@given(st.integers(1, 60), st.integers(0, 300), st.integers(1, 90))
+def test_whoever_comes_back_when_a_look_told_is_let_through(used, likely, output):
+    limits = {"requests_per_minute": 1, "input_tokens_per_minute": 60, "output_tokens_per_minute": 90}
+    with tempfile.TemporaryDirectory() as folder:
+        clock = Clock()
+        database = Database.open(f"{folder}/s.db", clock=clock)
+        quotas, alice = QuotaStore(database), caller(**limits)
+        admitted(quotas.admit(alice, need(used, output)))
+        refusal = refused(quotas.look(alice, need(1, output), likely))
+        clock.now += refusal.retry_after_seconds
+        assert quotas.look(alice, need(1, output), likely) is None
+        admitted(quotas.admit(alice, need(max(1, min(likely, 60)), output)))
+        database.close()
 
 
 def test_after_a_clock_was_set_back_a_look_leaves_the_word_to_admission(quotas, clock):
