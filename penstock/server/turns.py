@@ -25,6 +25,7 @@ MAX_WAITING_SIZE = 64 * 1024**2
 
 _TURN_SIZE = 512  # what a turn costs however little is done in it
 _LEARNING_RATE = 0.1
+_LEAST_WAIT_SECONDS = 0.1
 
 
 @dataclass(slots=True)
@@ -115,4 +116,4 @@ class Turns:
 
     def _wait_seconds(self) -> float:
         """About when all that waits now will have had its turn."""
-        return sum(line.size for line in self._lines.values()) * self._seconds_per_size
+        return max(_LEAST_WAIT_SECONDS, sum(line.size for line in self._lines.values()) * self._seconds_per_size)

@@ -143,7 +143,7 @@ class QuotaStore:
                 day, input_tokens = in_use.day, need.input_tokens
                 output_tokens = _estimate(limits, need, in_use.mean_output_tokens)
                 _end_leases(connection, caller.tenant, in_use.at)
-                num_running = _count_leases(connection, caller.tenant, in_use.at)
+                num_running = _count_running(connection, caller, in_use.at)
                 refusal = _refusal(limits, in_use, need, output_tokens, num_running)
                 if refusal is not None:
                     if is_set_back:  # or the buckets would leak again only when the clock has caught up
@@ -188,7 +188,7 @@ class QuotaStore:
             if now < in_use.at:  # only who may write can let time go on after a clock was set back
                 return None
             in_use.move_to(now, limits)
-            num_running = _count_leases(connection, caller.tenant, now)
+            num_running = _count_running(connection, caller, now)
         output_tokens = _estimate(limits, least, in_use.mean_output_tokens)
         refusal = _refusal(limits, in_use, least, output_tokens, num_running)
         most = limits.input_tokens_per_minute
@@ -313,8 +313,11 @@ def _refusal(limits: Limits, in_use: InUse, need: Need, output_tokens: int, num_
     )
 
 
-def _count_leases(connection: Connection, tenant: str, now: float) -> int:
-    held = (leases.c.tenant == tenant, leases.c.expires_at > now)
+def _count_running(connection: Connection, caller: Caller, now: float) -> int:
+    """Return how many requests hold leases, where anybody wants to know."""
+    if caller.terms.limits.concurrent_requests is None:
+        return 0
+    held = (leases.c.tenant == caller.tenant, leases.c.expires_at > now)
     return int(connection.execute(select(func.count()).select_from(leases).where(*held)).scalar_one())
 
 
