@@ -73,6 +73,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
+    def fewest_tokens(self, most: int) -> int:
+        """Return how many of at most `most` tokens an answer has for certain."""
+        may_end_early = not self.ignore_eos or bool(self.stop or self.stop_token_ids)
+        return min(most, self.min_tokens) if may_end_early else most
+
     def check_types(self) -> None:
         """Raise InvalidParameter for the first value of a wrong type. What was decoded has none."""
         for field in msgspec.structs.fields(self):

@@ -5,12 +5,22 @@ thread, never in the event loop. Knows nothing of HTTP but the names of headers.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Executor
+from typing import TypeVar
 
-from penstock.errors import EngineUnavailable, LimitReached, Overloaded, StoreUnavailable
+from penstock.errors import (
+    DeadlineExceeded,
+    EngineUnavailable,
+    LimitReached,
+    LimitTooSmall,
+    Overloaded,
+    RequestError,
+    StoreUnavailable,
+)
 from penstock.metering.books import Books
 from penstock.metering.counts import StoreMetrics
 from penstock.protocol.errors import CATALOGUE
@@ -24,12 +34,18 @@ from penstock.tenants import Caller, Usage
 _REFUSED = frozenset({Overloaded.code, LimitReached.code})
 _TURNED_AWAY = frozenset({Overloaded.code, EngineUnavailable.code})
 _MAX_WAIT_SECONDS = 1.0
+# A store that has not answered by then is told as one that does not work. Far longer than it takes on a busy machine.
+STORE_SECONDS = 2.0
+
+Result = TypeVar("Result")
 
 
 class Charge:
     """One admitted request's account. Close it once, whatever became of the request."""
 
-    def __init__(self, meter: "Meter", caller: Caller, model: str, lease: Lease | None) -> None:
+    def __init__(
+        self, meter: "Meter", caller: Caller, model: str, lease: Lease | None, deadline: float | None = None
+    ) -> None:
         self.headers = rate_limit_headers(lease.standing) if lease is not None else {}
         self._meter = meter
         self._tenant = caller.tenant
@@ -38,6 +54,7 @@ class Charge:
         self._may_move = caller.voucher is not None
         self._model = model
         self._lease = lease
+        self._deadline = deadline
         self._written: asyncio.Future[None] | None = None
 
     @property
@@ -84,51 +101,133 @@ class Charge:
     async def closed(self, record: RequestRecord) -> None:
         """Book the outcome and wait until it is written, so that nothing that was answered can be lost.
 
-        A store that does not answer is not waited for: the entry is kept and written later.
+        A store that does not answer, or not before the caller's deadline, is not waited for: the entry is kept and
+        written later.
         """
         self.close(record)
         assert self._written is not None
-        await asyncio.wait((self._written,), timeout=_MAX_WAIT_SECONDS)
+        left = _MAX_WAIT_SECONDS if self._deadline is None else self._deadline - time.monotonic()
+        await asyncio.wait((self._written,), timeout=max(0.0, min(left, _MAX_WAIT_SECONDS)))
 
 
 class Meter:
     """The limits and the books of one process; without a store it notes nothing, and nobody with limits gets in."""
 
     def __init__(
-        self, metrics: StoreMetrics, *, thread: Executor, quotas: QuotaStore | None = None, books: Books | None = None
+        self,
+        metrics: StoreMetrics,
+        *,
+        thread: Executor,
+        look_thread: Executor,
+        quotas: QuotaStore | None = None,
+        books: Books | None = None,
     ) -> None:
+        """`thread` writes; `look_thread` only reads, so that no look waits for a writer."""
         self._metrics = metrics
         self._thread = thread
+        self._look_thread = look_thread
         self._quotas = quotas
         self._books = books
         self._held: dict[str, str] = {}  # tenants by the ids of leases
 
-    async def admit(self, caller: Caller, model: str, need: Need) -> Charge:
+    @contextlib.asynccontextmanager
+    async def preparing(
+        self, caller: Caller, model: str, least: Need, *, likely_input_tokens: int
+    ) -> AsyncIterator[None]:
+        """Where a request's prompt is made, which costs: not entered by one that its tenant's limits refuse already.
+
+        What turns out to be wrong with it in there has cost as much as a request, and counts as one. Raises as `admit`.
+        """
+        await self.look(caller, model, least, likely_input_tokens=likely_input_tokens)
+        try:
+            yield
+        except Overloaded:
+            if least.tier is Tier.ONLINE:
+                self.book_refusal(caller.tenant, model)
+            raise
+        except (RequestError, DeadlineExceeded):
+            await self._count_request(caller, least.tier)
+            raise
+
+    async def admit(self, caller: Caller, model: str, need: Need, *, deadline: float | None = None) -> Charge:
         """Reserve what a request may use, or take over what a server which failed had reserved for it.
 
-        Raises LimitReached, LimitTooSmall or StoreUnavailable.
+        Behind its deadline, a moment of `time.monotonic`, nothing waits for the store. Raises LimitReached,
+        LimitTooSmall or StoreUnavailable.
         """
         if not caller.terms.limits.are_metered:
-            return Charge(self, caller, model, None)
-        if self._quotas is None:
-            raise StoreUnavailable("this key has limits, and the server was started without a store to count in")
-        loop = asyncio.get_running_loop()
+            return Charge(self, caller, model, None, deadline)
         lease = caller.voucher.lease if caller.voucher is not None else None
         instead_of = Ticket.parse(lease) if lease is not None else None
-        outcome = await loop.run_in_executor(self._thread, self._quotas.admit, caller, need, instead_of)
-        if isinstance(outcome, Refusal):
-            if need.tier is Tier.ONLINE:  # a batch only waits
-                self._metrics.count_limit_refusal(outcome.limit)
-                self.book_refusal(caller.tenant, model)
-            raise LimitReached(
-                outcome.limit,
-                outcome.most,
-                retry_after_seconds=outcome.retry_after_seconds,
-                headers=rate_limit_headers(outcome.standing),
+        quotas = self._limits_store()
+        try:
+            outcome = await self._ask(
+                self._thread, lambda: quotas.admit(caller, need, instead_of), too_late=self._give_back
             )
+        except LimitTooSmall:
+            await self._count_request(caller, need.tier)
+            raise
+        if isinstance(outcome, Refusal):
+            raise self._refused(caller, model, need.tier, outcome)
         if outcome.tier is Tier.ONLINE:
             self._held[outcome.id] = outcome.tenant
-        return Charge(self, caller, model, outcome)
+        return Charge(self, caller, model, outcome, deadline)
+
+    async def look(self, caller: Caller, model: str, least: Need, *, likely_input_tokens: int = 1) -> None:
+        """Raise as `admit` would for a request of which only so much is known yet."""
+        moves = caller.voucher is not None and caller.voucher.lease is not None  # it may have been admitted elsewhere
+        if moves or not caller.terms.limits.are_metered:
+            return
+        quotas = self._limits_store()
+        refusal = await self._ask(self._look_thread, lambda: quotas.look(caller, least, likely_input_tokens))
+        if refusal is not None:
+            raise self._refused(caller, model, least.tier, refusal)
+
+    async def _count_request(self, caller: Caller, tier: Tier) -> None:
+        """Count a request that was not admitted, where requests are counted. A store that fails does not hide why."""
+        if self._quotas is None or caller.terms.limits.requests_per_minute is None or tier is Tier.BATCH:
+            return
+        quotas = self._quotas
+        with contextlib.suppress(StoreUnavailable):
+            await self._ask(self._thread, lambda: quotas.count_request(caller))
+
+    def _limits_store(self) -> QuotaStore:
+        if self._quotas is None:
+            raise StoreUnavailable("this key has limits, and the server was started without a store to count in")
+        return self._quotas
+
+    async def _ask(
+        self, thread: Executor, work: Callable[[], Result], *, too_late: Callable[[Result], None] | None = None
+    ) -> Result:
+        """Ask the store, and wait no longer than `STORE_SECONDS`; what it says after that goes to `too_late`."""
+        job = thread.submit(work)
+        waiter = asyncio.wrap_future(job)
+        try:
+            await asyncio.wait((waiter,), timeout=STORE_SECONDS)
+        finally:
+            if not waiter.done() and not job.cancel():
+                waiter.add_done_callback(lambda late: _take(late, too_late))
+        if not waiter.done():
+            self._metrics.count_store_failure()
+            raise StoreUnavailable(f"the store has not answered for {STORE_SECONDS:g} s; try again in a moment")
+        return waiter.result()
+
+    def _give_back(self, outcome: Lease | Refusal) -> None:
+        """Take back what was reserved for a request that has stopped waiting for it."""
+        if isinstance(outcome, Lease):
+            self.book(None, (outcome, Spent(requests=0)))
+
+    def _refused(self, caller: Caller, model: str, tier: Tier, refusal: Refusal) -> LimitReached:
+        """Book a refusal; return the error that tells of it."""
+        if tier is Tier.ONLINE:  # a batch only waits
+            self._metrics.count_limit_refusal(refusal.limit)
+            self.book_refusal(caller.tenant, model)
+        return LimitReached(
+            refusal.limit,
+            refusal.most,
+            retry_after_seconds=refusal.retry_after_seconds,
+            headers=rate_limit_headers(refusal.standing),
+        )
 
     def book_refusal(self, tenant: str, model: str) -> None:
         """Note a request that got no answer for a limit or a full queue."""
@@ -163,6 +262,11 @@ class Meter:
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._quotas.renew, held)
 
 
+def _take(late: "asyncio.Future[Result]", take: Callable[[Result], None] | None) -> None:
+    if not late.cancelled() and late.exception() is None and take is not None:
+        take(late.result())
+
+
 def _settlement(lease: Lease | None, record: RequestRecord) -> tuple[Lease, Spent] | None:
     return None if lease is None else (lease, spent_by(record))
 
@@ -174,7 +278,8 @@ def spent_by(record: RequestRecord) -> Spent:
     if record.output_tokens == 0 and record.error_code:
         return Spent()
     # Also of one whose caller left: its prompt was read.
-    return Spent(input_tokens=record.prompt_tokens, output_tokens=record.output_tokens)
+    is_whole = not record.error_code and record.finish != "abort"
+    return Spent(input_tokens=record.prompt_tokens, output_tokens=record.output_tokens, is_whole=is_whole)
 
 
 def usage_of(record: RequestRecord, tenant: str, model: str) -> Usage:
@@ -190,7 +295,8 @@ def usage_of(record: RequestRecord, tenant: str, model: str) -> Usage:
         cached_tokens=record.cached_tokens if spent.input_tokens else 0,
         output_tokens=spent.output_tokens,
         refused=int(record.error_code in _REFUSED),
-        errors=int(kind is not None and kind.status >= 500),
+        # That a caller's own deadline passed is no error of the server's.
+        errors=int(kind is not None and kind.status >= 500 and record.error_code != DeadlineExceeded.code),
     )
 
 

@@ -44,8 +44,11 @@ class Tenancy:
         # One thread: SQLite lets one write at a time anyway, and waiting for it here costs nobody anything.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._books = Books(database, self._thread, metrics) if database is not None else None
+        self._look_thread = ThreadPoolExecutor(1, thread_name_prefix="store-looks")
         quotas = QuotaStore(database) if database is not None else None
-        self.meter = Meter(metrics, thread=self._thread, quotas=quotas, books=self._books)
+        self.meter = Meter(
+            metrics, thread=self._thread, look_thread=self._look_thread, quotas=quotas, books=self._books
+        )
         self._source = _key_source(settings, database)
         self._needs_keys = settings.needs_keys
         self._tasks: list[asyncio.Task[None]] = []
@@ -80,6 +83,7 @@ class Tenancy:
         if self._books is not None:
             await self._books.close()
         self._thread.shutdown()
+        self._look_thread.shutdown()
         if self.database is not None:
             self.database.close()
 

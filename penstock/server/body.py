@@ -6,6 +6,8 @@ the body means: that is `protocol`'s.
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 from starlette.datastructures import Headers
@@ -15,6 +17,9 @@ from starlette.types import Message, Receive, Scope
 from penstock.errors import BodyTooLarge
 from penstock.protocol.media_type import check_json
 from penstock.protocol.wire import WireModel, parse_request
+from penstock.server.claim import Claim
+from penstock.server.endpoint import caller_of
+from penstock.server.text_work import TextWork
 
 _LARGE_BODY_BYTES = 256 * 1024  # from here on a thread reads it, so that others' streams go on meanwhile
 _MAX_DISCARDED_BYTES = 32 * 1024 * 1024
@@ -50,8 +55,17 @@ def has_body(headers: Headers) -> bool:
     return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
 
-async def read_request(request: Request, kind: type[Wanted], max_bytes: int) -> Wanted:
-    """Return the checked body; none at all is as good as an empty object. Raises RequestError."""
+async def read_request(
+    request: Request,
+    kind: type[Wanted],
+    max_bytes: int,
+    texts: TextWork,
+    check: Callable[[], Awaitable[None]] | None = None,
+) -> Wanted:
+    """Return the checked body; none at all is as good as an empty object. Raises RequestError, or as `check` does.
+
+    A large body is only parsed where `check` does not raise.
+    """
     if not kind.has_required_fields() and not has_body(request.headers):
         return kind()
     check_json(request.headers)
@@ -64,5 +78,8 @@ async def read_request(request: Request, kind: type[Wanted], max_bytes: int) -> 
         if len(body) > max_bytes:
             raise BodyTooLarge(max_bytes)
     if len(body) > _LARGE_BODY_BYTES:
-        return await asyncio.to_thread(parse_request, kind, bytes(body))
+        if check is not None:
+            await check()
+        claim = Claim(caller_of(request).tenant)
+        return await texts.run(claim, len(body), partial(parse_request, kind, bytes(body)))
     return parse_request(kind, bytes(body))

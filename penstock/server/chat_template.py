@@ -1,8 +1,9 @@
 """From messages to the text of a prompt, through the model's chat template, with limits that hold.
 
-The template runs in a process of its own (`server.template_process` says why). That process renders one prompt at a
-time; it is started when first needed, killed when it breaks a limit, and started again for the next prompt. A prompt
-that finds it dead is rendered by a new one. Knows nothing of tokens.
+The template runs in a process of its own (`server.template_process` says why), and long conversations in a second one,
+so that short ones never wait for them. A process renders one prompt at a time, and tenants take turns at it. It is
+started when first needed, killed when it breaks a limit, and started again for the next prompt. A prompt that finds it
+dead is rendered by a new one. Knows nothing of tokens.
 """
 
 import asyncio
@@ -14,17 +15,23 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from penstock.errors import ConfigError, TemplateFailed
+from penstock.server.claim import Claim
 from penstock.server.template_frames import HEAD_BYTES, MAX_FRAME_BYTES, decode_document, encode_frame, length_in
+from penstock.server.turns import Turns
 
 RENDER_SECONDS = 5.0
 START_SECONDS = 30.0
 MAX_PROMPT_CHARACTERS = 16 * 1024**2
 _MAX_TEMPLATE_BYTES = 1024 * 1024
+# From here on a conversation is a long one, counting so much for each message beside its text.
+LONG_CHARACTERS = 32 * 1024
+MESSAGE_CHARACTERS = 64
 
 _MODULE = "penstock.server.template_process"
 
 # What talking to a process that has ended raises.
 _DIED = (asyncio.IncompleteReadError, ConnectionError)
+_NOBODY = Claim("")  # whom the server's own prompts are rendered for
 
 
 def read_template(path: str) -> str:
@@ -56,7 +63,7 @@ class ChatTemplate:
         render_seconds: float = RENDER_SECONDS,
         max_characters: int = MAX_PROMPT_CHARACTERS,
     ) -> None:
-        self._setup = {
+        setup = {
             "template": text,
             "variables": {"bos_token": bos_token, "eos_token": eos_token, "tools": None, "documents": None},
             "max_characters": max_characters,
@@ -64,22 +71,44 @@ class ChatTemplate:
         }
         # Newer than most templates; those that do not know it call it system.
         self._knows_developer = "developer" in text
+        self._short, self._long = (_Renderer(setup, render_seconds) for _ in range(2))
+
+    async def start(self) -> None:
+        """Start the process before it is needed. Raises TemplateFailed when the template does not compile."""
+        await self._short.start()
+
+    async def render(self, messages: list[dict[str, str]], claim: Claim = _NOBODY) -> str:
+        """Return the prompt's text. Raises TemplateFailed, which says what the template said, or as `Turns.run`."""
+        if not self._knows_developer:
+            messages = [_as_system(message) for message in messages]
+        size = sum(len(message.get("content", "")) + MESSAGE_CHARACTERS for message in messages)
+        renderer = self._long if size > LONG_CHARACTERS else self._short
+        return await renderer.render(messages, size, claim)
+
+    async def close(self) -> None:
+        await self._short.close()
+        await self._long.close()
+
+
+class _Renderer:
+    """One process, and the turns at it."""
+
+    def __init__(self, setup: dict[str, Any], render_seconds: float) -> None:
+        self._setup = setup
         self._render_seconds = render_seconds
-        self._turn = asyncio.Lock()
+        self._turns = Turns()
         self._process: asyncio.subprocess.Process | None = None
         self._invalid: dict[str, Any] | None = None  # what the process said of a template that does not compile
 
     async def start(self) -> None:
-        """Start the process before it is needed. Raises TemplateFailed when the template does not compile."""
-        async with self._turn, self._limits():
-            await self._started()
+        async def started() -> None:
+            async with self._limits():
+                await self._started()
 
-    async def render(self, messages: list[dict[str, str]]) -> str:
-        """Return the prompt's text. Raises TemplateFailed, which says what the template said."""
-        if not self._knows_developer:
-            messages = [_as_system(message) for message in messages]
-        async with self._turn, self._limits():
-            answer = await self._answer({"messages": messages})
+        await self._turns.run(_NOBODY, 0, started)
+
+    async def render(self, messages: list[dict[str, str]], size: int, claim: Claim) -> str:
+        answer = await self._turns.run(claim, size, lambda: self._answer(messages, size))
         text = answer.get("text")
         if not isinstance(text, str):
             raise _failure(answer)
@@ -87,8 +116,15 @@ class ChatTemplate:
             raise _failure({"error": "it made an empty prompt of these messages"})
         return text
 
-    async def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return what the process says to `request`."""
+    async def _answer(self, messages: list[dict[str, str]], size: int) -> dict[str, Any]:
+        document = {"messages": messages}
+        async with self._limits():
+            if size > LONG_CHARACTERS:
+                return await self._insist(await asyncio.to_thread(encode_frame, document))
+            return await self._insist(encode_frame(document))
+
+    async def _insist(self, request: bytes) -> dict[str, Any]:
+        """Return what the process says to a frame."""
         waited = self._process is not None
         try:
             return await self._ask(request)
@@ -99,7 +135,7 @@ class ChatTemplate:
             await self._kill()
             return await self._ask(request)
 
-    async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def _ask(self, request: bytes) -> dict[str, Any]:
         process = await self._started()
         async with asyncio.timeout(self._render_seconds):
             return await _exchange(process, request)
@@ -126,8 +162,7 @@ class ChatTemplate:
             raise
 
     async def close(self) -> None:
-        async with self._turn:
-            await self._kill()
+        await self._turns.run(_NOBODY, 0, self._kill)
 
     async def _started(self) -> asyncio.subprocess.Process:
         if self._invalid is not None:
@@ -141,7 +176,7 @@ class ChatTemplate:
                 start_new_session=True,  # signals meant for the server's group must not end it mid-way
             )
             async with asyncio.timeout(START_SECONDS):
-                answer = await _exchange(self._process, self._setup)
+                answer = await _exchange(self._process, encode_frame(self._setup))
             if "error" in answer:
                 self._invalid = answer
                 await self._kill()
@@ -166,18 +201,19 @@ def _as_system(message: dict[str, str]) -> dict[str, str]:
     return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
-async def _exchange(process: asyncio.subprocess.Process, document: dict[str, Any]) -> dict[str, Any]:
+async def _exchange(process: asyncio.subprocess.Process, frame: bytes) -> dict[str, Any]:
     """Send one frame and return the answer to it."""
     assert process.stdin is not None
     assert process.stdout is not None
     if process.stdin.is_closing():
         raise ConnectionResetError  # what uvloop calls a RuntimeError
-    process.stdin.write(encode_frame(document))
+    process.stdin.write(frame)
     await process.stdin.drain()
     length = length_in(await process.stdout.readexactly(HEAD_BYTES))
     if length > MAX_FRAME_BYTES:
         raise ConnectionError
-    return decode_document(await process.stdout.readexactly(length))
+    answer = await process.stdout.readexactly(length)
+    return await asyncio.to_thread(decode_document, answer) if length > LONG_CHARACTERS else decode_document(answer)
 
 
 def _failure(answer: dict[str, Any]) -> TemplateFailed:

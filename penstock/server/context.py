@@ -24,6 +24,7 @@ from penstock.server.open_answers import OpenAnswers
 from penstock.server.readiness import Readiness
 from penstock.server.shared_prefixes import SharedPrefixes
 from penstock.server.terms import Terms, agree, agree_on_batch
+from penstock.server.text_work import TextWork
 from penstock.store.database import Database
 from penstock.tenants import Caller
 
@@ -34,6 +35,7 @@ class ServerContext:
     engine: EngineClient
     tokenizer: Tokenizer
     template: ChatTemplate | None  # None: the model has none and the operator gave none
+    texts: TextWork
     tenancy: Tenancy
     shared_prefixes: SharedPrefixes
     metrics: ServerMetrics
@@ -95,6 +97,7 @@ def build_context(
         engine=engine,
         tokenizer=tokenizer,
         template=template,
+        texts=TextWork(),
         tenancy=Tenancy(config, metrics, database),
         shared_prefixes=shared_prefixes if shared_prefixes is not None else SharedPrefixes([]),
         metrics=metrics,

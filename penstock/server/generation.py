@@ -3,8 +3,10 @@
 Knows nothing of the API that the call came through.
 """
 
+import asyncio
 import uuid
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 
 import msgspec
 
@@ -15,6 +17,7 @@ from penstock.metering.meter import Charge
 from penstock.protocol.generation import GenerationRequest
 from penstock.request import FinishReason, SamplingParams, Tier
 from penstock.server.answer import Answer, Choice, Prompt, PromptScores
+from penstock.server.claim import claim_of
 from penstock.server.context import ServerContext
 from penstock.server.continuation import Begun
 from penstock.server.loop_turns import ENTRIES_A_PASS
@@ -52,6 +55,37 @@ def open_call(
     return info
 
 
+async def check_limits(context: ServerContext, caller: Caller) -> None:
+    """Raise where a limit of the caller's is used up, whatever the call may ask for."""
+    least = Need(input_tokens=1, most_output_tokens=1, output_is_stated=True)
+    await context.tenancy.meter.look(caller, context.config.served_name, least)
+
+
+def preparing(
+    context: ServerContext,
+    caller: Caller,
+    record: RequestRecord,
+    params: SamplingParams,
+    terms: Terms,
+    *,
+    num_answers: int,
+    likely_input_tokens: int,
+) -> AbstractAsyncContextManager[None]:
+    """Where a call's prompts are made: whoever is over a limit already does not get there."""
+    longest = context.engine_info(caller).max_context_tokens
+    most = longest if params.max_tokens is None else params.max_tokens
+    least = Need(
+        input_tokens=1,
+        most_output_tokens=num_answers * most,
+        output_is_stated=params.max_tokens is not None,
+        least_output_tokens=num_answers * min(params.min_tokens, most),
+        num_answers=num_answers,
+        tier=terms.tier,
+    )
+    meter = context.tenancy.meter
+    return meter.preparing(caller, record.model, least, likely_input_tokens=likely_input_tokens)
+
+
 async def begin_answer(
     context: ServerContext,
     caller: Caller,
@@ -66,22 +100,25 @@ async def begin_answer(
 ) -> Answer:
     """Submit `num_choices` requests for each prompt and return their answer, which the caller must deliver or abort.
 
-    `begun` is what another server made of the answer. Raises LimitReached or LimitTooSmall, and InvalidParameter where
-    a choice of it was complete, and then nothing was submitted.
+    `begun` is what another server made of the answer. Raises LimitReached or LimitTooSmall, DeadlineExceeded or
+    Overloaded where admission took too long, and InvalidParameter where a choice of it was complete, and then nothing
+    was submitted.
     """
     each = [prompt for prompt in prompts for _ in range(num_choices)]
     assemblers = await _assemblers(context, params, each, begun)
     most_tokens = [_most_tokens(context, caller, prompt, params) for prompt in prompts]
+    most, least = sum(most_tokens), sum(params.fewest_tokens(most) for most in most_tokens)
     need = Need(
         input_tokens=sum(len(prompt.token_ids) for prompt in prompts),
-        most_output_tokens=num_choices * sum(most_tokens),
-        output_is_stated=params.max_tokens is not None,
+        most_output_tokens=num_choices * most,
+        output_is_stated=params.max_tokens is not None or least == most,
+        least_output_tokens=num_choices * least,
         num_answers=num_choices * len(prompts),
         tier=terms.tier,
     )
     # The engine knows the end of its own context, but not of a caller's.
     ends_itself = params.max_tokens is None and caller.terms.limits.longest_context is None
-    charge = await context.tenancy.meter.admit(caller, record.model, need)
+    charge = await _admit(context, caller, record, terms, need)
     choices: list[Choice] = []
     num_ended = len(begun.ended) if begun is not None else 0
     try:
@@ -140,6 +177,25 @@ def _ended_choice(index: int, prompt: Prompt, assembler: TextAssembler, most_tok
 async def _take_turn(context: ServerContext, num_tokens: int) -> None:
     """Wait for a turn to send a request with so many tokens to the engine."""
     await context.turns.take(min(_SUBMIT_ENTRIES + num_tokens // _TOKENS_AN_ENTRY, ENTRIES_A_PASS))
+
+
+async def _admit(context: ServerContext, caller: Caller, record: RequestRecord, terms: Terms, need: Need) -> Charge:
+    """Have a call admitted in the time that it has."""
+    claim, meter = claim_of(caller, record, terms), context.tenancy.meter
+    claim.check()
+    admission = asyncio.create_task(meter.admit(caller, record.model, need, deadline=claim.deadline))
+    try:
+        return await claim.wait(admission)
+    except BaseException:
+        if not admission.done():
+            admission.add_done_callback(_withdraw)
+        raise
+
+
+def _withdraw(admission: "asyncio.Task[Charge]") -> None:
+    """Give back what nobody waited for any more."""
+    if not admission.cancelled() and admission.exception() is None:
+        admission.result().withdraw()
 
 
 async def _close_charge(charge: Charge, terms: Terms, record: RequestRecord, error: BaseException) -> None:

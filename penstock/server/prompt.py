@@ -1,50 +1,123 @@
 """From what a caller sent to token ids that fit: template, tokenizer, vocabulary, context.
 
-Long texts are tokenised in a thread, so that one caller's book does not hold up everyone's stream. Knows nothing of
-HTTP.
+Long texts are tokenised in a thread, so that one caller's book does not hold up everyone's stream, and tenants take
+turns at it. Knows nothing of HTTP.
 """
 
-import asyncio
+from collections.abc import Sequence
+from functools import partial
 
 from penstock.engine.messages import EngineInfo
+from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import ContextTooLong, InvalidParameter, RequestError, TemplateFailed
 from penstock.protocol.openai_chat import ChatMessage
 from penstock.request import check_text_tokens, spoken_prompt
 from penstock.server.answer import Prompt
+from penstock.server.chat_template import MESSAGE_CHARACTERS
+from penstock.server.claim import Claim
 from penstock.server.context import ServerContext
 
 SHORTER = "give a shorter one"
 _SHORT_TEXT_CHARACTERS = 4096  # cheaper to tokenise at once than to hand to a thread
-# Tokens seldom have more characters. Of a text twice as long, for each token of the context, so much is tried first.
-_TRIED_CHARACTERS_PER_TOKEN = 8
+_FEW_MESSAGES = 256  # likewise
+# Of a text twice as long, for each token of the context, so much is tried first: digits have one character to a token,
+# and tokens seldom have more than eight.
+_TRIED_CHARACTERS_PER_TOKEN = (2, 8)
+# What a prompt likely has, and seldom more, before it is tokenised.
+_LIKELY_CHARACTERS_PER_TOKEN = 2
+_LIKELY_MESSAGE_TOKENS = 8
 
 
-async def chat_prompt(context: ServerContext, messages: list[ChatMessage], info: EngineInfo) -> Prompt:
+def likely_tokens(prompts: Sequence[str | list[int] | ChatMessage]) -> int:
+    """Return about how many tokens texts and messages will have, rather too many; of token ids how many they are."""
+    return sum(_likely_tokens(prompt) for prompt in prompts)
+
+
+def _likely_tokens(prompt: str | list[int] | ChatMessage) -> int:
+    if isinstance(prompt, list):
+        return len(prompt)
+    if isinstance(prompt, str):
+        return 1 + len(prompt) // _LIKELY_CHARACTERS_PER_TOKEN
+    return _LIKELY_MESSAGE_TOKENS + len(prompt.content or "") // _LIKELY_CHARACTERS_PER_TOKEN
+
+
+async def chat_prompt(context: ServerContext, messages: list[ChatMessage], info: EngineInfo, claim: Claim) -> Prompt:
     """Render messages with the chat template and tokenise the result."""
     if context.template is None:
         message = "this model has no chat template; use /v1/completions, or start the server with --chat-template FILE"
         raise TemplateFailed(message, param="messages")
-    text = await context.template.render([message.for_template() for message in messages])
+    plain = partial(_for_template, messages)
+    few = len(messages) <= _FEW_MESSAGES
+    documents = plain() if few else await context.texts.run(claim, len(messages) * MESSAGE_CHARACTERS, plain)
+    text = await context.template.render(documents, claim)
     # The template writes its own special tokens.
-    return await text_prompt(context, text, add_special=False, info=info, param="messages")
+    return await text_prompt(context, text, add_special=False, info=info, claim=claim, param="messages")
+
+
+def _for_template(messages: list[ChatMessage]) -> list[dict[str, str]]:
+    return [message.for_template() for message in messages]
+
+
+async def text_prompts(
+    context: ServerContext, prompts: list[str | list[int]], info: EngineInfo, claim: Claim
+) -> list[Prompt]:
+    """Tokenise those prompts that are texts. Raises where one does not fit."""
+    found, num_before = [], 0
+    for name, prompt in zip(prompt_names(len(prompts)), prompts, strict=True):
+        if isinstance(prompt, str):
+            made = await text_prompt(
+                context, prompt, add_special=True, info=info, claim=claim, param=name, num_before=num_before
+            )
+            num_before += len(prompt)
+        else:
+            made = Prompt(prompt)
+        check_prompt(made, info, param=name)
+        found.append(made)
+    return found
+
+
+def prompt_names(num_prompts: int) -> list[str]:
+    """Return what errors call each of so many prompts."""
+    return ["prompt"] if num_prompts == 1 else [f"prompt[{place}]" for place in range(num_prompts)]
 
 
 async def text_prompt(
-    context: ServerContext, text: str, *, add_special: bool, info: EngineInfo, param: str = "prompt"
+    context: ServerContext,
+    text: str,
+    *,
+    add_special: bool,
+    info: EngineInfo,
+    claim: Claim,
+    param: str = "prompt",
+    num_before: int = 0,
 ) -> Prompt:
-    """Tokenise a text. One that cannot fit the context is refused before most of that is done."""
-    if len(text) <= _SHORT_TEXT_CHARACTERS:
+    """Tokenise a text. One that cannot fit the context is refused before most of that is done.
+
+    `num_before` characters of the same request have been tokenised: many short texts are as long as one.
+    """
+    if num_before + len(text) <= _SHORT_TEXT_CHARACTERS:
         return Prompt(context.tokenizer.encode(text, add_special=add_special), text)
-    limit, what = info.max_context_tokens, spoken_prompt(param)
-    if (fewest := context.tokenizer.fewest_tokens(text)) > limit:
+
+    def tokenised() -> list[int]:
+        _check_length(context.tokenizer, text, info.max_context_tokens, param)
+        return context.tokenizer.encode(text, add_special=add_special)
+
+    return Prompt(await context.texts.run(claim, len(text), tokenised), text)
+
+
+def _check_length(tokenizer: Tokenizer, text: str, limit: int, param: str) -> None:
+    """Raise for a text that cannot fit, as soon as that is known."""
+    what = spoken_prompt(param)
+    if (fewest := tokenizer.fewest_tokens(text)) > limit:
         raise ContextTooLong(fewest, limit, what=what, param=param, at_least=True, right=SHORTER)
-    num_tried = limit * _TRIED_CHARACTERS_PER_TOKEN
-    if len(text) > 2 * num_tried:
-        tried = await asyncio.to_thread(context.tokenizer.encode, text[:num_tried], add_special=False)
+    for per_token in _TRIED_CHARACTERS_PER_TOKEN:
+        num_tried = limit * per_token
+        if len(text) <= 2 * num_tried:
+            return
+        tried = tokenizer.encode(text[:num_tried], add_special=False)
         # The last word may be cut, and another tokenised otherwise for it: four of five tokens are surely there.
         if (fewest := len(tried) * 4 // 5) > limit:
             raise ContextTooLong(fewest, limit, what=what, param=param, at_least=True, right=SHORTER)
-    return Prompt(await asyncio.to_thread(context.tokenizer.encode, text, add_special=add_special), text)
 
 
 def check_num_answers(num_prompts: int, num_choices: int, info: EngineInfo) -> None:

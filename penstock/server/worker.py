@@ -38,8 +38,8 @@ from penstock.store.database import Database
 from penstock.telemetry import configure_logging, log_event
 
 _PARENT_SECONDS = 0.5
-# Long bodies and texts are read and tokenised in threads: few, so that they wait for each other and not all for them.
-_TEXT_THREADS = 2
+# For files, keys and the like: few, so that they wait for each other and not all for them.
+_THREADS = 2
 # Behind the drain: time for the error events of requests that ran out of it to leave.
 _LAST_WORDS_SECONDS = 2
 
@@ -97,7 +97,7 @@ class Worker:
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.set_default_executor(ThreadPoolExecutor(_TEXT_THREADS, "penstock-text"))
+        loop.set_default_executor(ThreadPoolExecutor(_THREADS, "penstock-work"))
         loop.add_signal_handler(OWNERS_SIGNAL, self._on_signal)
         self._watch_parent()
         await asyncio.gather(*[server.serve(sockets=[listener]) for server, listener in self._servers])
@@ -164,6 +164,7 @@ async def serve(setup: WorkerSetup) -> None:
         if batches is not None:
             await batches.close()
         if context is not None:
+            context.texts.close()
             await context.tenancy.close()
         if template is not None:
             await template.close()

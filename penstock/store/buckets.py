@@ -6,6 +6,7 @@ nothing of databases, leases or requests under way.
 """
 
 import math
+from datetime import date
 
 import msgspec
 
@@ -60,7 +61,9 @@ class InUse(msgspec.Struct, kw_only=True):
         self.at = now
         # A clock set back over midnight begins no day again: the later one goes on.
         if self.day not in (day_of(now), day_of(now + DAY_SECONDS)):
-            self.day, self.day_tokens = day_of(now), 0
+            # What was used beyond the day's tokens, by answers that outgrew their estimate, is paid by the days behind.
+            paid = (limits.tokens_per_day or math.inf) * _days_between(self.day, day_of(now))
+            self.day, self.day_tokens = day_of(now), int(max(0.0, self.day_tokens - paid))
 
     def add(self, *, requests: int, input_tokens: int, output_tokens: int, day: str) -> None:
         """Fill the buckets, or with negative counts empty them; never below nothing."""
@@ -70,8 +73,8 @@ class InUse(msgspec.Struct, kw_only=True):
         self.add_to_day(input_tokens + output_tokens, day)
 
     def add_to_day(self, tokens: int, day: str) -> None:
-        """Add to a day's tokens, if it is still that day."""
-        if day == self.day:
+        """Add to a day's tokens; of a day that is over only what was used beyond its reservation, to this day's."""
+        if day == self.day or tokens > 0:
             self.day_tokens = max(0, self.day_tokens + tokens)
 
     def buckets(self, limits: Limits) -> dict[str, Bucket]:
@@ -92,10 +95,18 @@ class InUse(msgspec.Struct, kw_only=True):
         }
         waits = {name: bucket.wait_seconds(amounts[name]) for name, bucket in self.buckets(limits).items()}
         if limits.tokens_per_day is not None:
-            fits = self.day_tokens + input_tokens + output_tokens <= limits.tokens_per_day
-            days = 1 if self.day == day_of(self.at) else 2
-            waits["tokens_per_day"] = 0.0 if fits else days * DAY_SECONDS - self.at % DAY_SECONDS
+            excess = self.day_tokens + input_tokens + output_tokens - limits.tokens_per_day
+            # Each midnight gives a day's tokens; one that has come already, for a clock that was set back, does not.
+            days = math.ceil(excess / limits.tokens_per_day) + (self.day != day_of(self.at))
+            waits["tokens_per_day"] = 0.0 if excess <= 0 else days * DAY_SECONDS - self.at % DAY_SECONDS
         return {name: math.ceil(round(seconds * 1000, 3)) / 1000 for name, seconds in waits.items()}
+
+
+def _days_between(earlier: str, later: str) -> int:
+    """Return how many midnights are between two days; 1 where the first is none."""
+    if not earlier:
+        return 1
+    return max(1, (date.fromisoformat(later) - date.fromisoformat(earlier)).days)
 
 
 def _leaked(in_use: float, limit: int | None, seconds: float) -> float:

@@ -71,16 +71,24 @@ class KeyRing:
 
 
 def load_keys(path: str) -> tuple[ApiKey, ...]:
-    """Read a keys file. Raises ConfigError that says which entry is wrong and why."""
+    """Read a keys file to start with. Raises ConfigError that says which entry is wrong and why, or that none is."""
+    keys = read_keys(path)
+    if not keys:
+        raise ConfigError("--keys", path, f"give at least one entry: {_EXAMPLE}")
+    return keys
+
+
+def read_keys(path: str) -> tuple[ApiKey, ...]:
+    """Return the keys of a file, which may have none. Raises ConfigError that says which entry is wrong and why."""
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError("--keys", path, f"it cannot be read ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("--keys", path, f"it is not valid TOML: {error}") from error
-    entries = document.get("keys")
-    if not isinstance(entries, list) or not entries or set(document) != {"keys"}:
-        raise ConfigError("--keys", path, f"give at least one entry: {_EXAMPLE}")
+    entries = document.get("keys", [])
+    if not isinstance(entries, list) or not set(document) <= {"keys"}:
+        raise ConfigError("--keys", path, f"it may hold entries of keys only: {_EXAMPLE}")
     keys = tuple(_read_key(path, number, entry) for number, entry in enumerate(entries, start=1))
     for field in ("name", "sha256"):
         if len({getattr(key, field) for key in keys}) != len(keys):

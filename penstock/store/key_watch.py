@@ -9,7 +9,7 @@ import os
 from typing import Protocol
 
 from penstock.errors import ConfigError, StoreUnavailable
-from penstock.store.key_ring import KeyRing, load_keys
+from penstock.store.key_ring import KeyRing, read_keys
 from penstock.telemetry import log_event
 from penstock.tenants import ApiKey
 
@@ -27,7 +27,7 @@ class KeySource(Protocol):
 
 
 class KeyFile:
-    """A TOML file of keys."""
+    """A TOML file of keys. One without any revokes them all; one that is gone says nothing."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -40,10 +40,10 @@ class KeyFile:
         return found.st_mtime_ns, found.st_size, found.st_ino
 
     def load(self) -> tuple[ApiKey, ...]:
-        return load_keys(self._path)
+        return read_keys(self._path)
 
     def had_any(self) -> bool:
-        return True  # a file without keys is refused
+        return True  # a server is not started on a file without keys
 
 
 class KeyWatcher:

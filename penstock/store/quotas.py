@@ -12,9 +12,10 @@ import re
 import uuid
 from collections.abc import Iterable, Mapping
 from itertools import groupby
+from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
 from penstock.errors import LimitTooSmall
 from penstock.request import Tier
@@ -32,6 +33,7 @@ CONCURRENCY_RETRY_SECONDS = 1.0
 _FIRST_MEAN_OUTPUT_TOKENS = 256.0
 _MAX_ROWS = 1000  # in one statement
 _LEARNING_RATE = 0.1
+_LIKELY_PARTS = 4  # of what a prompt likely has, it has one surely
 _BATCH_LIMIT = "tokens_per_day"
 _NOBODY = ""  # no tenant's name: the holder of leases that were taken over
 _TICKET = re.compile(r"([0-9a-f]{32})\.([0-9]{4}-[0-9]{2}-[0-9]{2})\.([0-9]{1,15})\.([0-9]{1,15})")
@@ -43,8 +45,14 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
     most_output_tokens: int  # of all its answers together
     output_is_stated: bool  # else its tenant's usual answers are a better guess
+    least_output_tokens: int = 0  # that all its answers together have for certain
     num_answers: int = 1
     tier: Tier = Tier.ONLINE  # batch requests run in idle capacity: of all limits only the day's tokens hold for them
+
+    @property
+    def certain_output_tokens(self) -> int:
+        """What must fit whatever the guess is."""
+        return self.most_output_tokens if self.output_is_stated else max(1, self.least_output_tokens)
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +61,7 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
     requests: int = 1  # 0: it was turned away through no fault of its tenant's
     input_tokens: int = 0
     output_tokens: int = 0
+    is_whole: bool = True  # False: its answer would have been longer, had it not been cut short
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,8 +84,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
     def covers(self, need: Need) -> bool:
         """Whether no more was asked for than is reserved. An estimate is one, whatever comes of it."""
-        stated = need.most_output_tokens if need.output_is_stated else 0
-        return need.tier is Tier.ONLINE and need.input_tokens <= self.input_tokens and stated <= self.output_tokens
+        least = need.most_output_tokens if need.output_is_stated else need.least_output_tokens
+        return need.tier is Tier.ONLINE and need.input_tokens <= self.input_tokens and least <= self.output_tokens
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +98,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
     output_tokens: int
     num_answers: int
+    output_is_stated: bool
     tier: Tier
     standing: dict[str, Bucket]  # after the reservation, by the limit's name
 
@@ -132,7 +142,9 @@ class QuotaStore:
                 _check_fits(limits, need)
                 day, input_tokens = in_use.day, need.input_tokens
                 output_tokens = _estimate(limits, need, in_use.mean_output_tokens)
-                refusal = _refusal(connection, caller, in_use, need, output_tokens)
+                _end_leases(connection, caller.tenant, in_use.at)
+                num_running = _count_running(connection, caller, in_use.at)
+                refusal = _refusal(limits, in_use, need, output_tokens, num_running)
                 if refusal is not None:
                     if is_set_back:  # or the buckets would leak again only when the clock has caught up
                         _write(connection, caller.tenant, in_use)
@@ -150,6 +162,7 @@ class QuotaStore:
                 input_tokens=input_tokens,
                 output_tokens=output_tokens,
                 num_answers=need.num_answers,
+                output_is_stated=need.output_is_stated,
                 tier=need.tier,
                 standing=in_use.buckets(limits),
             )
@@ -158,6 +171,46 @@ class QuotaStore:
                 row = {"id": lease.id, "tenant": caller.tenant, "expires_at": expires_at}
                 connection.execute(insert(leases).values(row))
             return lease
+
+    def look(self, caller: Caller, least: Need, likely_input_tokens: int) -> Refusal | None:
+        """Return why a request would be refused now, before its prompt is counted. Raises LimitTooSmall.
+
+        `least` is what is certain of it. Of the minute's input it is taken to need a part at least of what is likely;
+        the wait is told for all of that, so that whoever comes back then is seldom told to wait once more. Changes
+        nothing.
+        """
+        limits = caller.terms.limits
+        _check_fits(limits, least)
+        with self._database.reading() as connection:
+            row = connection.execute(select(quotas).where(quotas.c.tenant == caller.tenant)).first()
+            now = self._database.now(connection)
+            in_use = InUse(at=now) if row is None else _in_use(row)
+            if now < in_use.at:  # only who may write can let time go on after a clock was set back
+                return None
+            in_use.move_to(now, limits)
+            num_running = _count_running(connection, caller, now)
+        output_tokens = _estimate(limits, least, in_use.mean_output_tokens)
+        refusal = _refusal(limits, in_use, least, output_tokens, num_running)
+        most = limits.input_tokens_per_minute
+        if most is None or least.tier is Tier.BATCH:
+            return refusal
+        bucket = Bucket(most, in_use.input_tokens)
+        if refusal is None and not bucket.wait_seconds(min(most, likely_input_tokens // _LIKELY_PARTS)):
+            return None
+        wait = bucket.wait_seconds(min(most, max(least.input_tokens, likely_input_tokens)))
+        if refusal is not None and wait <= refusal.retry_after_seconds:
+            return refusal
+        wait = math.ceil(wait * 1000) / 1000
+        standing = in_use.buckets(limits)
+        return Refusal(limit="input_tokens_per_minute", most=most, retry_after_seconds=wait, standing=standing)
+
+    def count_request(self, caller: Caller) -> None:
+        """Count a request that ended before it could be admitted: it was read, so it is one."""
+        with self._database.writing() as connection:
+            in_use = _lock(connection, caller.tenant, self._database)
+            in_use.move_to(self._database.now(connection), caller.terms.limits)
+            in_use.add(requests=1, input_tokens=0, output_tokens=0, day=in_use.day)
+            _write(connection, caller.tenant, in_use)
 
     def renew(self, held: Mapping[str, str]) -> None:
         """Keep leases, tenants by the leases' ids, from running out; one that a clock set forward ended begins anew."""
@@ -205,18 +258,22 @@ def _apply(in_use: InUse, lease: Lease, spent: Spent) -> None:
         output_tokens=spent.output_tokens - lease.output_tokens,
         day=lease.day,
     )
-    if spent.output_tokens:
+    # How long answers become that nobody limits, only such answers tell; one that was cut short, that they are longer.
+    if spent.output_tokens and not lease.output_is_stated:
         mean = _FIRST_MEAN_OUTPUT_TOKENS if in_use.mean_output_tokens is None else in_use.mean_output_tokens
-        in_use.mean_output_tokens = mean + _LEARNING_RATE * (spent.output_tokens / lease.num_answers - mean)
+        length = spent.output_tokens / lease.num_answers
+        if spent.is_whole or length > mean:
+            in_use.mean_output_tokens = mean + _LEARNING_RATE * (length - mean)
 
 
 def _check_fits(limits: Limits, need: Need) -> None:
     """Raise where the request would not fit even if nothing else were in use."""
-    stated = need.most_output_tokens if need.output_is_stated else 1
+    output = need.certain_output_tokens
+    named = "min_tokens" if need.least_output_tokens and not need.output_is_stated else "max_tokens"
     amounts = (
         ("input_tokens_per_minute", limits.input_tokens_per_minute, need.input_tokens, None),
-        ("output_tokens_per_minute", limits.output_tokens_per_minute, stated, "max_tokens"),
-        ("tokens_per_day", limits.tokens_per_day, need.input_tokens + stated, "max_tokens"),
+        ("output_tokens_per_minute", limits.output_tokens_per_minute, output, named),
+        ("tokens_per_day", limits.tokens_per_day, need.input_tokens + output, named),
     )
     for name, most, amount, param in amounts:
         if need.tier is Tier.BATCH and name != _BATCH_LIMIT:
@@ -235,18 +292,15 @@ def _estimate(limits: Limits, need: Need, mean_output_tokens: float | None) -> i
         guesses.append(limits.output_tokens_per_minute)
     if limits.tokens_per_day is not None:
         guesses.append(limits.tokens_per_day - need.input_tokens)
-    return min(guesses)
+    return max(need.least_output_tokens, min(guesses))
 
 
-def _refusal(connection: Connection, caller: Caller, in_use: InUse, need: Need, output_tokens: int) -> Refusal | None:
-    limits, tenant = caller.terms.limits, caller.tenant
+def _refusal(limits: Limits, in_use: InUse, need: Need, output_tokens: int, num_running: int) -> Refusal | None:
     waits = in_use.waits(limits, input_tokens=need.input_tokens, output_tokens=output_tokens)
-    _end_leases(connection, tenant, in_use.at)
     if need.tier is Tier.BATCH:
         waits = {name: seconds for name, seconds in waits.items() if name == _BATCH_LIMIT}
     elif limits.concurrent_requests is not None:
-        running = connection.execute(select(func.count()).select_from(leases).where(leases.c.tenant == tenant))
-        is_full = running.scalar_one() >= limits.concurrent_requests
+        is_full = num_running >= limits.concurrent_requests
         waits["concurrent_requests"] = CONCURRENCY_RETRY_SECONDS if is_full else 0.0
     longest = max(waits, key=lambda name: waits[name], default=None)
     if longest is None or waits[longest] <= 0:
@@ -257,6 +311,14 @@ def _refusal(connection: Connection, caller: Caller, in_use: InUse, need: Need, 
         retry_after_seconds=waits[longest],
         standing=in_use.buckets(limits),
     )
+
+
+def _count_running(connection: Connection, caller: Caller, now: float) -> int:
+    """Return how many requests hold leases, where anybody wants to know."""
+    if caller.terms.limits.concurrent_requests is None:
+        return 0
+    held = (leases.c.tenant == caller.tenant, leases.c.expires_at > now)
+    return int(connection.execute(select(func.count()).select_from(leases).where(*held)).scalar_one())
 
 
 def _end_leases(connection: Connection, tenant: str, now: float) -> None:
@@ -286,6 +348,10 @@ def _lock(connection: Connection, tenant: str, database: Database) -> InUse:
         first = msgspec.structs.asdict(InUse(at=database.now(connection)))
         connection.execute(insert_into(connection, quotas, {"tenant": tenant, **first}).on_conflict_do_nothing())
         row = connection.execute(wanted).one()
+    return _in_use(row)
+
+
+def _in_use(row: Row[Any]) -> InUse:
     values = dict(row._mapping)
     del values["tenant"]
     return InUse(**values)

@@ -28,6 +28,7 @@ from penstock.protocol.openai_completions import CompletionRequest
 from penstock.protocol.wire import parse_request
 from penstock.request import Tier
 from penstock.server.answer import Answer
+from penstock.server.claim import Claim
 from penstock.server.context import ServerContext
 from penstock.server.json_parts import Body
 from penstock.server.routes.chat import begin_chat
@@ -114,7 +115,8 @@ async def _begin(
 ) -> tuple[Answer, Reply]:
     kind = ChatRequest if endpoint == "/v1/chat/completions" else CompletionRequest
     # Bodies may be megabytes: others' streams go on meanwhile.
-    wanted = await asyncio.to_thread(parse_request, kind, body.encode())
+    parse = partial(parse_request, kind, body.encode())
+    wanted = await context.texts.run(Claim(caller.tenant, Tier.BATCH), len(body), parse)
     if wanted.wants_stream:
         raise UnsupportedParameter("stream", wanted.stream, "leave it out of a batch")
     if isinstance(wanted, ChatRequest):

@@ -33,13 +33,13 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
         return json_response(KeyList(await on_keys(lambda store: store.list())))
 
     async def create(request: Request) -> Response:
-        wanted = await read_request(request, KeyRequest, max_bytes)
+        wanted = await read_request(request, KeyRequest, max_bytes, context.texts)
         terms = wanted.terms()
         secret = await on_keys(lambda store: store.create(wanted.name, terms))
         return json_response(NewSecret(wanted.name, secret))
 
     async def rotate(request: Request) -> Response:
-        wanted = await read_request(request, RotateRequest, max_bytes)
+        wanted = await read_request(request, RotateRequest, max_bytes, context.texts)
         name = request.path_params["name"]
         secret = await on_keys(lambda store: store.rotate(name, overlap_seconds=wanted.overlap_seconds))
         return json_response(NewSecret(name, secret))

@@ -33,7 +33,7 @@ _QUERY = ("after", "limit")
 def endpoints(context: ServerContext) -> list[Endpoint]:
     async def create(request: Request) -> Response:
         caller, store = caller_of(request), BatchStore(database_of(context))
-        wanted = await read_request(request, BatchRequest, context.config.max_body_bytes)
+        wanted = await read_request(request, BatchRequest, context.config.max_body_bytes, context.texts)
         model = await asyncio.to_thread(_model_of, FileStore(database_of(context)), caller.tenant, wanted)
         if model is not None:
             context.check_model(model, caller)

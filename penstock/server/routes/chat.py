@@ -1,5 +1,7 @@
 """/v1/chat/completions: messages in, the assistant's turn out."""
 
+from functools import partial
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -10,11 +12,12 @@ from penstock.server.answer import Answer
 from penstock.server.answer_size import check_answer_size
 from penstock.server.body import read_request
 from penstock.server.chat_reply import ChatReply
+from penstock.server.claim import claim_of
 from penstock.server.context import ServerContext
 from penstock.server.continuation import check_continuation, framed_params
 from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
-from penstock.server.generation import begin_answer, open_call
-from penstock.server.prompt import chat_prompt, check_prompt
+from penstock.server.generation import begin_answer, check_limits, open_call, preparing
+from penstock.server.prompt import chat_prompt, check_prompt, likely_tokens
 from penstock.server.streaming import AnswerResponse
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
@@ -23,7 +26,9 @@ from penstock.tenants import Caller
 def endpoints(context: ServerContext) -> list[Endpoint]:
     async def create(request: Request) -> Response:
         record, caller = record_of(request), caller_of(request)
-        chat = await read_request(request, ChatRequest, context.config.max_body_bytes)
+        chat = await read_request(
+            request, ChatRequest, context.config.max_body_bytes, context.texts, partial(check_limits, context, caller)
+        )
         frames = request.headers.get(FRAMES_HEADER)
         answer, reply, is_framed = await begin_chat(context, caller, record, chat, frames=frames)
         return AnswerResponse(
@@ -68,19 +73,24 @@ async def begin_chat(
     params = chat.sampling_params(max_tokens=max_tokens, logprobs=num_logprobs)
     params.validate(info.vocab_size)
     terms = context.terms(chat, caller, tier)
-    prompt = await chat_prompt(context, chat.messages, info)
-    check_prompt(prompt, info, param="messages")
-    limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
-    check_answer_fits(len(prompt.token_ids), max_tokens, info.max_context_tokens, param=limit_name)
-    check_answer_size(
-        [prompt],
-        params,
-        num_choices=chat.num_choices,
-        max_context_tokens=info.max_context_tokens,
-        max_tokens_name=limit_name,
-        logprobs_name="top_logprobs",
+    likely = likely_tokens(chat.messages)
+    limited = preparing(
+        context, caller, record, params, terms, num_answers=chat.num_choices, likely_input_tokens=likely
     )
-    begun = check_continuation(chat, params, [prompt], info)
+    async with limited:
+        prompt = await chat_prompt(context, chat.messages, info, claim_of(caller, record, terms))
+        check_prompt(prompt, info, param="messages")
+        limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
+        check_answer_fits(len(prompt.token_ids), max_tokens, info.max_context_tokens, param=limit_name)
+        check_answer_size(
+            [prompt],
+            params,
+            num_choices=chat.num_choices,
+            max_context_tokens=info.max_context_tokens,
+            max_tokens_name=limit_name,
+            logprobs_name="top_logprobs",
+        )
+        begun = check_continuation(chat, params, [prompt], info)
     framed = framed_params(frames, chat, params)
     with_logprobs = num_logprobs is not None
     reply = ChatReply(context.tokenizer, record.completion_id, chat, begun, with_logprobs=with_logprobs)

@@ -1,23 +1,24 @@
 """/v1/completions: texts or token ids in, their continuations out."""
 
 from dataclasses import replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.engine.messages import EngineInfo
 from penstock.protocol.frames import FRAMES_HEADER
 from penstock.protocol.openai_completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
 from penstock.request import SamplingParams, Tier, check_answer_fits
 from penstock.server.answer import Answer, Prompt
 from penstock.server.answer_size import check_answer_size
 from penstock.server.body import read_request
+from penstock.server.claim import claim_of
 from penstock.server.completion_reply import CompletionReply
 from penstock.server.context import ServerContext
 from penstock.server.continuation import check_continuation, framed_params
 from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
-from penstock.server.generation import begin_answer, open_call
-from penstock.server.prompt import check_prompt, text_prompt
+from penstock.server.generation import begin_answer, check_limits, open_call, preparing
+from penstock.server.prompt import likely_tokens, prompt_names, text_prompts
 from penstock.server.streaming import AnswerResponse
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
@@ -26,7 +27,13 @@ from penstock.tenants import Caller
 def endpoints(context: ServerContext) -> list[Endpoint]:
     async def create(request: Request) -> Response:
         record, caller = record_of(request), caller_of(request)
-        wanted = await read_request(request, CompletionRequest, context.config.max_body_bytes)
+        wanted = await read_request(
+            request,
+            CompletionRequest,
+            context.config.max_body_bytes,
+            context.texts,
+            partial(check_limits, context, caller),
+        )
         frames = request.headers.get(FRAMES_HEADER)
         answer, reply, is_framed = await begin_completion(context, caller, record, wanted, frames=frames)
         return AnswerResponse(
@@ -70,17 +77,16 @@ async def begin_completion(
     params = _params(wanted)
     params.validate(info.vocab_size)
     terms = context.terms(wanted, caller, tier)
-    prompts = []
-    for place, text_or_ids in enumerate(wanted.prompt):
-        name = "prompt" if len(wanted.prompt) == 1 else f"prompt[{place}]"
-        prompt = await _prompt(context, text_or_ids, info, param=name)
-        if prompt.text is None and wanted.echo and not wanted.only_scores_prompt:
-            prompt = replace(prompt, unfinished=context.tokenizer.unfinished_bytes(prompt.token_ids))
-        check_prompt(prompt, info, param=name)
-        check_answer_fits(len(prompt.token_ids), wanted.max_tokens, info.max_context_tokens, prompt=name)
-        prompts.append(prompt)
-    check_answer_size(prompts, params, num_choices=wanted.num_choices, max_context_tokens=info.max_context_tokens)
-    begun = check_continuation(wanted, params, prompts, info)
+    num_answers, likely = wanted.num_choices * len(wanted.prompt), likely_tokens(wanted.prompt)
+    limited = preparing(context, caller, record, params, terms, num_answers=num_answers, likely_input_tokens=likely)
+    async with limited:
+        prompts = await text_prompts(context, wanted.prompt, info, claim_of(caller, record, terms))
+        for name, prompt in zip(prompt_names(len(prompts)), prompts, strict=True):
+            check_answer_fits(len(prompt.token_ids), wanted.max_tokens, info.max_context_tokens, prompt=name)
+        if wanted.echo and not wanted.only_scores_prompt:
+            prompts = [_with_unfinished(context, prompt) for prompt in prompts]
+        check_answer_size(prompts, params, num_choices=wanted.num_choices, max_context_tokens=info.max_context_tokens)
+        begun = check_continuation(wanted, params, prompts, info)
     framed = framed_params(frames, wanted, params)
     with_logprobs = wanted.logprobs is not None
     reply = CompletionReply(context.tokenizer, record.completion_id, wanted, begun, with_logprobs=with_logprobs)
@@ -108,7 +114,8 @@ def _params(wanted: CompletionRequest) -> SamplingParams:
     )
 
 
-async def _prompt(context: ServerContext, prompt: str | list[int], info: EngineInfo, *, param: str) -> Prompt:
-    if isinstance(prompt, str):
-        return await text_prompt(context, prompt, add_special=True, info=info, param=param)
-    return Prompt(prompt)
+def _with_unfinished(context: ServerContext, prompt: Prompt) -> Prompt:
+    """Tell of a character that token ids begin and leave to the answer."""
+    if prompt.text is not None:
+        return prompt
+    return replace(prompt, unfinished=context.tokenizer.unfinished_bytes(prompt.token_ids))

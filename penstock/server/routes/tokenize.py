@@ -1,5 +1,7 @@
 """/tokenize and /detokenize: what a text costs, and what tokens say."""
 
+from collections.abc import Callable
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -8,10 +10,14 @@ from penstock.errors import ContextTooLong, InvalidParameter, NotPermitted
 from penstock.protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from penstock.server.answer import Prompt
 from penstock.server.body import read_request
+from penstock.server.claim import Claim
 from penstock.server.context import ServerContext
 from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
 from penstock.server.json_response import json_response
 from penstock.server.prompt import SHORTER, chat_prompt, text_prompt
+
+_FEW_TOKENS = 1024  # cheaper to write out at once than to hand to a thread
+_TOKEN_CHARACTERS = 4
 
 
 def endpoints(context: ServerContext) -> list[Endpoint]:
@@ -23,31 +29,45 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
             raise NotPermitted("your key may use no model of this server; ask who runs it")
         record_of(request).model = model or context.config.served_name
 
+    async def in_turn(claim: Claim, num_tokens: int, response: Callable[[], Response]) -> Response:
+        if num_tokens <= _FEW_TOKENS:
+            return response()
+        return await context.texts.run(claim, num_tokens * _TOKEN_CHARACTERS, response)
+
     async def tokenize(request: Request) -> Response:
-        wanted = await read_request(request, TokenizeRequest, context.config.max_body_bytes)
+        wanted = await read_request(request, TokenizeRequest, context.config.max_body_bytes, context.texts)
         check_model(request, wanted.model)
         wanted.check_combinations()
-        info = context.engine_info(caller_of(request))
-        token_ids = (await _prompt(context, wanted, info)).token_ids
+        info, claim = context.engine_info(caller_of(request)), Claim(caller_of(request).tenant)
+        token_ids = (await _prompt(context, wanted, info, claim)).token_ids
         if len(token_ids) > info.max_context_tokens:
             param = "prompt" if wanted.messages is None else "messages"
             raise ContextTooLong(len(token_ids), info.max_context_tokens, param=param, right=SHORTER)
-        texts = [context.tokenizer.token_text(token_id) for token_id in token_ids] if wanted.return_token_strs else None
-        return json_response(TokenizeResponse(len(token_ids), info.max_context_tokens, token_ids, texts))
+
+        def response() -> Response:
+            token_text = context.tokenizer.token_text
+            texts = [token_text(token_id) for token_id in token_ids] if wanted.return_token_strs else None
+            return json_response(TokenizeResponse(len(token_ids), info.max_context_tokens, token_ids, texts))
+
+        return await in_turn(claim, len(token_ids), response)
 
     async def detokenize(request: Request) -> Response:
-        wanted = await read_request(request, DetokenizeRequest, context.config.max_body_bytes)
+        wanted = await read_request(request, DetokenizeRequest, context.config.max_body_bytes, context.texts)
         check_model(request, wanted.model)
         limit = context.engine_info(caller_of(request)).max_context_tokens
         if len(wanted.tokens) > limit:
             raise InvalidParameter(
                 "tokens", f"{len(wanted.tokens)} tokens", f"give at most {limit}, the longest context"
             )
-        size = context.tokenizer.vocab_size
-        for token_id in wanted.tokens:
-            if not 0 <= token_id < size:
-                raise InvalidParameter("tokens", token_id, f"give token ids from 0 to {size - 1}")
-        return json_response(DetokenizeResponse(context.tokenizer.decode(wanted.tokens, skip_special=False)))
+
+        def response() -> Response:
+            size = context.tokenizer.vocab_size
+            for token_id in wanted.tokens:
+                if not 0 <= token_id < size:
+                    raise InvalidParameter("tokens", token_id, f"give token ids from 0 to {size - 1}")
+            return json_response(DetokenizeResponse(context.tokenizer.decode(wanted.tokens, skip_special=False)))
+
+        return await in_turn(Claim(caller_of(request).tenant), len(wanted.tokens), response)
 
     return [
         Endpoint(
@@ -73,8 +93,9 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
     ]
 
 
-async def _prompt(context: ServerContext, wanted: TokenizeRequest, info: EngineInfo) -> Prompt:
+async def _prompt(context: ServerContext, wanted: TokenizeRequest, info: EngineInfo, claim: Claim) -> Prompt:
     if wanted.messages is not None:
-        return await chat_prompt(context, wanted.messages, info)
+        return await chat_prompt(context, wanted.messages, info, claim)
     assert wanted.prompt is not None
-    return await text_prompt(context, wanted.prompt, add_special=wanted.add_special_tokens is not False, info=info)
+    add_special = wanted.add_special_tokens is not False
+    return await text_prompt(context, wanted.prompt, add_special=add_special, info=info, claim=claim)

@@ -83,6 +83,7 @@ async def running_service(**changes: object) -> AsyncIterator[Service]:
     transport = httpx.ASGITransport(create_app(context), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://penstock") as client:
         yield Service(context, engine, tokenizer, client)
+    context.texts.close()
     await context.tenancy.close()
 
 

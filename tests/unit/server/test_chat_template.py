@@ -2,13 +2,15 @@
 
 import asyncio
 import subprocess
+import time
 
 import pytest
 import uvloop
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from penstock.errors import TemplateFailed
+from penstock.errors import DeadlineExceeded, TemplateFailed
 from penstock.server.chat_template import ChatTemplate
+from penstock.server.claim import Claim
 from tests.fakes.tiny_tokenizer import TEMPLATE
 
 MESSAGES = [
@@ -203,6 +205,38 @@ async def test_a_caller_who_gives_up_does_not_get_the_next_ones_prompt(make):
     await asyncio.sleep(0)
     first.cancel()
     assert await template.render([{"role": "user", "content": "second"}]) == "second"
+
+
+SLOW_WHEN_LONG = (
+    "{% if messages | length > 1000 %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    "{% endif %}done"
+)
+
+
+async def test_a_short_conversation_does_not_wait_for_a_long_one(make):
+    template = make(SLOW_WHEN_LONG, render_seconds=1.0)
+    await template.start()
+    message = {"role": "user", "content": ""}
+    long = asyncio.create_task(template.render([message] * 1001))
+    await asyncio.sleep(0)
+    assert await template.render([message]) == "done"
+    assert not long.done()
+    with pytest.raises(TemplateFailed):
+        await long
+
+
+async def test_a_deadline_ends_the_wait_for_a_template(make):
+    template = make(
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", render_seconds=1.0
+    )
+    message = [{"role": "user", "content": "x"}]
+    first = asyncio.create_task(template.render(message, Claim("alice")))
+    for claim in (Claim("alice", deadline=time.monotonic() + 0.05), Claim("bob", deadline=time.monotonic() + 0.05)):
+        with pytest.raises(DeadlineExceeded):
+            await template.render(message, claim)
+    assert not first.done()
+    with pytest.raises(TemplateFailed):
+        await first
 
 
 async def test_many_at_once_each_get_their_own(make):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import openai
 import pytest
 
 from penstock.engine.messages import TokenEvent
-from penstock.errors import EngineFailed
+from penstock.errors import DeadlineExceeded, EngineFailed
+from penstock.metering import meter
 from penstock.protocol.frames import FRAMES_HEADER, FrameReader
 from penstock.protocol.voucher import VOUCHER_HEADER, sign_voucher
 from penstock.request import FinishReason
@@ -126,6 +128,133 @@ async def test_a_refused_request_never_reaches_the_engine_and_is_in_the_ledger(s
             await service.chat(key="alice")
         assert len(service.engine.submitted) == 1
     assert counts(usage(store)["alice"])[3] == 3
+
+
+@pytest.mark.parametrize(
+    "limits", [{"requests_per_minute": 1}, {"input_tokens_per_minute": 40}, {"tokens_per_day": 40}]
+)
+async def test_whoever_is_over_a_limit_is_told_so_before_a_prompt_is_made(store, monkeypatch, limits):
+    made = []
+    async with serving(store, alice=limits) as service:
+        first = await service.complete([5] * 39, key="alice", max_tokens=1)
+        render, encode = service.context.template.render, service.tokenizer.encode
+        monkeypatch.setattr(service.context.template, "render", lambda *given: made.append(1) or render(*given))
+        monkeypatch.setattr(
+            service.tokenizer, "encode", lambda *given, **more: made.append(1) or encode(*given, **more)
+        )
+        refused = [await service.complete("1" * 5000, key="alice"), await service.chat(key="alice", max_tokens=16)]
+        large = [{"role": "user", "content": ""}] * 900
+        refused.append(await service.post("/v1/chat/completions", key="alice", messages=large))
+    assert (first.status_code, [answer.status_code for answer in refused]) == (200, [429] * 3)
+    assert made == []
+    assert counts(usage(store)["alice"])[3] == 3
+
+
+async def test_a_large_body_of_whoever_is_over_a_limit_is_not_parsed(tmp_path, store, monkeypatch):
+    monkeypatch.setattr("penstock.server.body._LARGE_BODY_BYTES", 1000)
+    async with serving(store, alice={"requests_per_minute": 1}) as service:
+        wrong = {"key": "alice", "prompt": 7, "user": "x" * 2000}
+        assert (await service.post("/v1/completions", **wrong)).status_code == 400
+        await service.complete(key="alice")
+        assert (await service.post("/v1/completions", **wrong)).status_code == 429
+
+
+@pytest.mark.parametrize("prompt", ["x" * 5000, [5] * 600, [10**6]])
+async def test_a_request_whose_prompt_was_made_in_vain_counts_as_one(store, prompt):
+    async with serving(store, alice={"requests_per_minute": 2}) as service:
+        answers = [await service.complete(prompt, key="alice") for _ in range(4)]
+    assert [answer.status_code for answer in answers] == [400, 400, 429, 429]
+
+
+async def test_whoever_is_refused_for_a_long_prompt_too_is_told_a_wait_that_is_long_enough(store):
+    async with serving(store, alice={"requests_per_minute": 4, "input_tokens_per_minute": 60}) as service:
+        for _ in range(4):
+            await service.complete([5] * 15, key="alice", max_tokens=1)
+        short, long = [await service.complete("x" * size, key="alice", max_tokens=1) for size in (2, 200)]
+    assert int(short.headers["retry-after-ms"]) <= 15_000
+    assert 15_000 < int(long.headers["retry-after-ms"]) <= 60_000
+    assert "input_tokens_per_minute" in long.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("limit", ["output_tokens_per_minute", "tokens_per_day"])
+@pytest.mark.parametrize("certain", [{"min_tokens": 60}, {"ignore_eos": True}, {"min_tokens": 60, "ignore_eos": True}])
+async def test_an_answer_that_is_certainly_too_long_for_a_limit_is_400(store, limit, certain):
+    async with serving(store, alice={limit: 50}) as service:
+        refused = await service.chat(key="alice", **certain)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "limit_too_small")
+        may_stop = await service.chat(key="alice", ignore_eos=True, stop="\n")
+        assert may_stop.status_code == 200
+
+
+async def test_the_tokens_that_an_answer_certainly_has_are_reserved(store):
+    async with serving(store, alice={"output_tokens_per_minute": 1000}) as service:
+        answer = await service.chat(key="alice", min_tokens=400)
+    assert answer.headers["x-ratelimit-remaining-output-tokens"] == "600"
+
+
+async def test_a_callers_own_deadline_is_no_error_of_the_servers(store):
+    async with serving(store, alice={"requests_per_minute": 10}) as service:
+        service.engine.script = lambda request: [
+            TokenEvent(
+                request_id=request.request_id,
+                finish=FinishReason.ERROR,
+                error="too late",
+                error_code=DeadlineExceeded.code,
+            )
+        ]
+        assert (await service.chat(key="alice", deadline_ms=500)).status_code == 504
+    assert counts(usage(store)["alice"]) == (0, 0, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def locked(store):
+    connection = sqlite3.connect(store, isolation_level=None)
+    connection.execute("BEGIN EXCLUSIVE")
+    try:
+        yield
+    finally:
+        connection.execute("ROLLBACK")
+        connection.close()
+
+
+async def is_all_given_back(service, store):
+    """Whether alice has what is left of 500 tokens behind a small request, which the store does after all others."""
+    small = (await service.complete(key="alice", max_tokens=1)).json()
+    for _ in range(100):
+        if await asyncio.to_thread(tokens_left_today, store, "alice", 500) == 500 - small["usage"]["total_tokens"]:
+            return True
+        await asyncio.sleep(0.02)
+    return False
+
+
+async def test_a_locked_store_is_503_in_bounded_time_and_reserves_nothing_behind_it(store, monkeypatch):
+    monkeypatch.setattr(meter, "STORE_SECONDS", 0.05)
+    async with serving(store, alice={"requests_per_minute": 2, "tokens_per_day": 500}, bob={}) as service:
+        with locked(store):
+            answers = await asyncio.gather(*(service.complete(key="alice", max_tokens=400) for _ in range(3)))
+            assert [answer.json()["error"]["code"] for answer in answers] == ["store_unavailable"] * 3
+            assert (await service.complete(key="bob")).status_code == 200
+        monkeypatch.setattr(meter, "STORE_SECONDS", 10.0)
+        assert await is_all_given_back(service, store)
+        assert len(service.engine.submitted) == 2, "bob's, and the small one"
+
+
+async def test_a_deadline_ends_the_wait_for_a_locked_store(store):
+    async with serving(store, alice={"tokens_per_day": 500}, bob={}) as service:
+        with locked(store):
+            late = await service.complete(key="alice", max_tokens=400, deadline_ms=150)
+            assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+            slow = await service.complete(key="alice", max_tokens=400, targets={"ttft_ms": 150})
+            assert (slow.status_code, slow.json()["error"]["code"]) == (429, "overloaded")
+        assert await is_all_given_back(service, store)
+
+
+async def test_nothing_waits_for_the_books_behind_a_deadline(store, monkeypatch):
+    monkeypatch.setattr(meter, "_MAX_WAIT_SECONDS", 60.0)
+    async with serving(store, bob={}) as service:
+        with locked(store):
+            assert (await service.complete(key="bob", deadline_ms=150)).status_code == 200
+    assert usage(store)["bob"].requests == 1
 
 
 async def test_the_longest_context_of_a_key_bounds_prompt_and_answer(store):

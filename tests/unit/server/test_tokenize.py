@@ -64,6 +64,19 @@ async def test_a_long_text_does_not_hold_up_the_event_loop(service, monkeypatch)
     assert [thread is threading.main_thread() for thread in threads] == [False, True]
 
 
+async def test_many_short_texts_are_tokenised_in_a_thread_as_a_long_one_is(service, monkeypatch):
+    in_loop = []
+    encode = service.tokenizer.encode
+
+    def noted(text, *, add_special):
+        in_loop.append(threading.current_thread() is threading.main_thread())
+        return encode(text, add_special=add_special)
+
+    monkeypatch.setattr(service.tokenizer, "encode", noted)
+    await service.complete(["x" * 100] * 60, max_tokens=1)
+    assert in_loop[:60] == [True] * 40 + [False] * 20
+
+
 async def test_a_text_that_cannot_fit_the_context_is_refused_before_it_is_tokenised(service, monkeypatch):
     monkeypatch.setattr(service.tokenizer, "encode", None)
     response = await service.post("/tokenize", prompt="x" * 20_000)
@@ -83,9 +96,9 @@ async def test_of_a_text_that_may_fit_only_a_part_is_tried_first(service, monkey
     monkeypatch.setattr(service.tokenizer, "encode", noted)
     error = (await service.post("/tokenize", prompt="x" * 20_000)).json()["error"]
     assert error["code"] == "context_length_exceeded"
-    assert "at least 3276 tokens" in error["message"]
+    assert "at least 819 tokens" in error["message"]
     assert "answer" not in error["message"]
-    assert sizes == [8 * 512]
+    assert sizes == [2 * 512]
 
 
 async def test_more_tokens_than_the_context_are_not_turned_into_text(service):

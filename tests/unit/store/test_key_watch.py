@@ -36,7 +36,21 @@ async def test_a_changed_file_is_followed(tmp_path):
     assert knows(ring, "bobby")
 
 
-@pytest.mark.parametrize("damage", ["this is no TOML", "", None])
+@pytest.mark.parametrize("text", ["", "keys = []\n", "# nobody\n"])
+async def test_a_file_without_keys_revokes_them_all_and_opens_nothing(tmp_path, text):
+    file = tmp_path / "keys.toml"
+    file.write_text(entry("alice"))
+    ring = KeyRing(())
+    watcher = KeyWatcher(ring, KeyFile(str(file)), needs_keys=False)
+    await watcher.look()
+    assert knows(ring, "alice")
+    file.write_text(text)
+    await watcher.look()
+    assert not knows(ring, "alice")
+    assert not ring.is_open
+
+
+@pytest.mark.parametrize("damage", ["this is no TOML", "keys = 5", None])
 async def test_a_file_that_cannot_be_read_changes_nothing_and_is_read_when_it_can(tmp_path, damage, caplog):
     file = tmp_path / "keys.toml"
     file.write_text(entry("alice"))

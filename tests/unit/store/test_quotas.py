@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 
 import pytest
@@ -23,8 +24,14 @@ def caller(name="alice", **limits):
     return Caller(name, KeyTerms(limits=Limits(**limits)))
 
 
-def need(input_tokens=10, output=10, *, stated=True, answers=1):
-    return Need(input_tokens=input_tokens, most_output_tokens=output, output_is_stated=stated, num_answers=answers)
+def need(input_tokens=10, output=10, *, stated=True, answers=1, least=0):
+    return Need(
+        input_tokens=input_tokens,
+        most_output_tokens=output,
+        output_is_stated=stated,
+        least_output_tokens=least,
+        num_answers=answers,
+    )
 
 
 def end(database, lease, **spent):
@@ -112,6 +119,97 @@ def test_the_estimate_is_learnt_from_the_tenants_answers(quotas, sqlite_database
         end(sqlite_database, lease, output_tokens=20)
     assert admitted(quotas.admit(alice, need(output=4000, stated=False))).output_tokens in (10, 11)
     assert admitted(quotas.admit(bob, need(output=4000, stated=False))).output_tokens == 256
+
+
+def test_answers_that_were_limited_teach_nothing_of_those_that_are_not(quotas, sqlite_database):
+    alice = caller(output_tokens_per_minute=10**6)
+    for _ in range(60):
+        end(sqlite_database, admitted(quotas.admit(alice, need(output=1))), output_tokens=1)
+    assert admitted(quotas.admit(alice, need(output=4000, stated=False))).output_tokens == 256
+
+
+def test_an_answer_that_was_cut_short_teaches_only_that_answers_are_longer(quotas, sqlite_database):
+    alice = caller(output_tokens_per_minute=10**6)
+    for length, estimate in ((1, 256), (356, 266)):
+        lease = admitted(quotas.admit(alice, need(output=4000, stated=False)))
+        end(sqlite_database, lease, output_tokens=length, is_whole=False)
+        assert admitted(quotas.admit(alice, need(output=4000, stated=False))).output_tokens == estimate
+
+
+def test_what_an_answer_has_for_certain_is_reserved_however_short_the_tenants_answers_are(quotas):
+    alice = caller(output_tokens_per_minute=1000)
+    assert admitted(quotas.admit(alice, need(output=4000, stated=False, least=600))).output_tokens == 600
+    assert refused(quotas.admit(alice, need(output=4000, stated=False, least=600))).limit == "output_tokens_per_minute"
+    with pytest.raises(LimitTooSmall, match="1001"):
+        quotas.admit(alice, need(output=4000, stated=False, least=1001))
+
+
+def test_what_was_used_beyond_a_day_is_paid_by_the_days_behind_it(quotas, sqlite_database, clock):
+    alice = caller(tokens_per_day=100)
+    lease = admitted(quotas.admit(alice, need(output=5000, stated=False)))
+    end(sqlite_database, lease, input_tokens=10, output_tokens=260)
+    wait = refused(quotas.admit(alice, need())).retry_after_seconds
+    assert wait == 86400 + 43200, "270 tokens are two days' and 70 of the third's"
+    clock.now += wait - 1
+    refused(quotas.admit(alice, need()))
+    clock.now += 1
+    admitted(quotas.admit(alice, need()))
+    assert refused(quotas.admit(alice, need())).retry_after_seconds == 86400
+
+
+def test_an_answer_that_outgrows_its_estimate_over_midnight_is_paid_by_the_new_day(quotas, sqlite_database, clock):
+    alice = caller(tokens_per_day=100)
+    lease = admitted(quotas.admit(alice, need(output=5000, stated=False)))
+    clock.now += 43200
+    end(sqlite_database, lease, input_tokens=10, output_tokens=160)
+    assert refused(quotas.admit(alice, need(output=30))).limit == "tokens_per_day"
+    admitted(quotas.admit(alice, need(output=20)))
+
+
+def test_a_look_tells_what_admission_would_and_changes_nothing(quotas, sqlite_database, clock):
+    alice = caller(requests_per_minute=2, concurrent_requests=2)
+    for _ in range(3):
+        assert quotas.look(alice, need(), 10) is None
+    leases = [admitted(quotas.admit(alice, need())) for _ in range(2)]
+    assert refused(quotas.look(alice, need(), 10)) == refused(quotas.admit(alice, need()))
+    clock.now += 29
+    quotas.renew({lease.id: alice.tenant for lease in leases})
+    clock.now += 1
+    assert refused(quotas.look(alice, need(), 10)).limit == "concurrent_requests"
+    for lease in leases:
+        end(sqlite_database, lease)
+    assert quotas.look(alice, need(), 10) is None
+
+
+@settings(max_examples=15)
+@given(st.integers(1, 60), st.integers(0, 300), st.integers(1, 90))
+def test_whoever_comes_back_when_a_look_told_is_let_through(used, likely, output):
+    limits = {"requests_per_minute": 1, "input_tokens_per_minute": 60, "output_tokens_per_minute": 90}
+    with tempfile.TemporaryDirectory() as folder:
+        clock = Clock()
+        database = Database.open(f"{folder}/s.db", clock=clock)
+        quotas, alice = QuotaStore(database), caller(**limits)
+        admitted(quotas.admit(alice, need(used, output)))
+        refusal = refused(quotas.look(alice, need(1, output), likely))
+        clock.now += refusal.retry_after_seconds
+        assert quotas.look(alice, need(1, output), likely) is None
+        admitted(quotas.admit(alice, need(max(1, min(likely, 60)), output)))
+        database.close()
+
+
+def test_after_a_clock_was_set_back_a_look_leaves_the_word_to_admission(quotas, clock):
+    alice = caller(requests_per_minute=1)
+    admitted(quotas.admit(alice, need()))
+    clock.now -= 3600
+    assert quotas.look(alice, need(), 10) is None
+    refused(quotas.admit(alice, need()))
+    assert refused(quotas.look(alice, need(), 10)).retry_after_seconds == 60.0
+
+
+def test_a_request_that_ended_before_it_was_admitted_can_be_counted(quotas, clock):
+    alice = caller(requests_per_minute=1)
+    quotas.count_request(alice)
+    assert refused(quotas.admit(alice, need())).retry_after_seconds == 60.0
 
 
 def test_an_estimate_never_makes_a_request_wait_for_ever(quotas):

@@ -11,7 +11,7 @@ from promql_parser import MatchOp
 
 from penstock.deploy.kubernetes.bundle import bundle
 from penstock.deploy.monitoring.dashboard import dashboard
-from penstock.deploy.monitoring.rules import Watched, groups
+from penstock.deploy.monitoring.rules import Watched, failed_requests, groups
 from tests.deployed_queries import queries
 from tests.promql import OWN_SERIES, UnknownName, legend_labels, plain, result_labels, selectors
 from tests.unit.deploy.plans import everything, smallest_bundle
@@ -147,6 +147,10 @@ def test_a_budget_that_burns_is_seen_over_a_long_and_a_short_window():
     assert fast["expr"] == (
         f"penstock:failed_requests:ratio_rate1h{ours} > 0.144 and penstock:failed_requests:ratio_rate5m{ours} > 0.144"
     )
+
+
+def test_a_callers_own_deadline_burns_no_budget():
+    assert 'status!="504"' in failed_requests('job="gateways"', "5m")
 
 
 def test_every_ratio_that_an_alert_reads_is_recorded():
