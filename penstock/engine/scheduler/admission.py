@@ -12,10 +12,11 @@ from functools import cache
 
 from penstock.engine.scheduler.answer_lengths import AnswerLengths
 from penstock.engine.scheduler.cost_model import StepShape, with_prompt
-from penstock.engine.scheduler.load import Load, tokens_asked
+from penstock.engine.scheduler.load import Load
 from penstock.engine.scheduler.lookout import Lookout
 from penstock.engine.scheduler.outlook import Demand, Outlook
 from penstock.engine.scheduler.prompt_chunks import REST_PART
+from penstock.engine.scheduler.prompt_work import PromptWork
 from penstock.engine.scheduler.request_state import RequestState
 from penstock.engine.scheduler.rows import expected_endings
 from penstock.engine.scheduler.scene import Scene, scene_now
@@ -63,7 +64,7 @@ class Admission:
 
     def due(self, arrival: float, num_prompt_tokens: int, ttft_seconds: float | None) -> float:
         """When a prompt must begin to run to be in time."""
-        alone = self._alone_seconds(num_prompt_tokens)
+        alone = self._alone_seconds(PromptWork.of_one(num_prompt_tokens))
         return arrival + (ttft_seconds - alone if ttft_seconds is not None else (_PATIENCE - 1.0) * alone)
 
     def forecast(self, request: RequestState, load: Load, now: float) -> Forecast:
@@ -82,9 +83,9 @@ class Admission:
         # Those ahead decode beside the request once their prompts have run: half of them, on the mean.
         rows = num_decoding + int(ahead.requests / 2)
         shape = StepShape(rows, int(rows * mean_context))
-        num_tokens = ahead.tokens + tokens_asked(request)
-        # The mean over all tokens to run of what lies before them, as far as it is this prompt's own.
-        context = int(len(request.tokens) ** 2 / (2 * num_tokens))
+        num_tokens = ahead.tokens + request.work.tokens
+        # The mean over all tokens to run of what lies before them, as far as it is the call's own.
+        context = int(request.work.tokens * request.work.context / num_tokens)
         # A request that is alone does not decode beside its own prompt: no time per token makes its steps shorter.
         paced_by = tightest if num_decoding or ahead.requests else None
         chunk, step_seconds = self._pace.steady_step(shape, paced_by, context)
@@ -110,7 +111,7 @@ class Admission:
         ttft, time_per_token = request.targets.ttft_seconds, request.targets.time_per_token_seconds
         call = load.call_shape(request)
         if ttft is not None or request.deadline_seconds is not None:
-            alone = self._alone_seconds(tokens_asked(request))
+            alone = self._alone_seconds(request.work)
             longest_way = max(_WAY_SECONDS, _WAY_PART * alone)
             need, enough = alone, alone + longest_way
             if self._times.has_rested_since(request.arrival):
@@ -244,9 +245,9 @@ class Admission:
     def _fits(self, request: RequestState, load: Load, scene: Scene) -> bool:
         return self.check(request, self._forecast(request, load, scene), _FORESEEN_PART) is None
 
-    def _alone_seconds(self, num_tokens: int) -> float:
-        chunk, seconds = self._pace.steady_step(StepShape(), None, num_tokens // 2)
-        return self._prefill_seconds(num_tokens, chunk, seconds, StepShape())
+    def _alone_seconds(self, work: PromptWork) -> float:
+        chunk, seconds = self._pace.steady_step(StepShape(), None, work.context)
+        return self._prefill_seconds(work.tokens, chunk, seconds, StepShape())
 
     def _prefill_seconds(self, num_tokens: float, chunk: int, step_seconds: float, shape: StepShape) -> float:
         """How long so many prompt tokens take, `chunk` of them in each step."""
@@ -287,7 +288,8 @@ def _demand(request: RequestState) -> Demand:
     return (
         request.level[1],
         len(request.tokens),
-        tokens_asked(request),
+        request.work.tokens,
+        request.work.context,
         request.call_answers,
         request.max_total_tokens,
         request.fewest_left,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.scheduler.cost_model import StepShape
+from penstock.engine.scheduler.cost_model import StepShape, with_prompt
 from penstock.errors import DeadlineExceeded, Overloaded, TargetUnreachable
 from penstock.request import FinishReason, Targets
 from tests.fakes.virtual_engine import H200_LLAMA_8B, VirtualEngine, percentile, request
@@ -190,8 +190,8 @@ def test_an_idle_engine_keeps_a_term_or_names_the_least_that_it_could_keep(name,
 
 def call(engine, prefix, num_answers, **fields):
     """Send a call of several answers to the same prompt, as a server does."""
-    terms = [{"call_tokens": num_answers * fields["prompt"], "call_answers": num_answers}]
-    terms += [{"call_tokens": 0}] * (num_answers - 1)
+    terms = [{"call_prompts": [fields["prompt"]], "call_answers": num_answers}]
+    terms += [{"call_prompts": []}] * (num_answers - 1)
     return [engine.submit(request(f"{prefix}{index}", **share, **fields)) for index, share in enumerate(terms)]
 
 
@@ -211,11 +211,12 @@ def named_seconds(refused):
     prompt=st.integers(1, 3000),
     answer=st.integers(1, 16),
     num_answers=st.integers(2, 8),
+    shares_prefixes=st.booleans(),
 )
 def test_several_answers_to_one_call_are_in_time_or_told_what_all_of_them_need(
-    name, seconds, prompt, answer, num_answers
+    name, seconds, prompt, answer, num_answers, shares_prefixes
 ):
-    engine = VirtualEngine(known=H200_LLAMA_8B)
+    engine = VirtualEngine(known=H200_LLAMA_8B, shares_prefixes=shares_prefixes)
     fields = {"prompt": prompt, "answer": answer}
     answers = call(engine, "a", num_answers, **fields, **terms_of(name, seconds))
     if answers[0].refused:
@@ -225,6 +226,38 @@ def test_several_answers_to_one_call_are_in_time_or_told_what_all_of_them_need(
     engine.run([])
     assert all(not one.refused and one.ttft <= seconds for one in answers)
     assert all(one.last is not None and one.last.finish is FinishReason.LENGTH for one in answers)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    name=st.sampled_from(["targets.ttft_ms", "deadline_ms"]),
+    prompt=st.integers(1, 8000),
+    num_answers=st.integers(2, 128),
+)
+def test_answers_that_share_their_prompt_are_not_asked_for_the_time_that_each_would_take_alone(
+    name, prompt, num_answers
+):
+    fields = {"prompt": prompt, "answer": 1}
+    named = named_seconds(call(make_sharing(), "a", num_answers, **fields, **terms_of(name, 0.001))[0])
+    engine = make_sharing()
+    answers = call(engine, "a", num_answers, **fields, **terms_of(name, named))
+    engine.run([])
+    assert max(one.ttft for one in answers) <= named <= 3.0 * max(one.ttft for one in answers)
+
+
+def test_prompts_of_one_call_that_differ_are_not_taken_for_one_long_prompt():
+    costs = msgspec.structs.replace(H200_LLAMA_8B, prompt_pair=2e-10)
+    first = {"call_prompts": [500] * 64, "call_answers": 64}
+    refused = VirtualEngine(costs.seconds, known=costs).submit(
+        request("a", prompt=500, answer=1, targets=Targets(ttft_seconds=0.001), **first)
+    )
+    assert named_seconds(refused) <= 2.0 * costs.seconds(with_prompt(StepShape(), 500, 0)) * 64
+
+
+def make_sharing():
+    """An engine whose attention costs something: what is read grows with the square of a prompt."""
+    costs = msgspec.structs.replace(H200_LLAMA_8B, prompt_pair=2e-10)
+    return VirtualEngine(costs.seconds, known=costs, shares_prefixes=True)
 
 
 @settings(max_examples=40, deadline=None)
