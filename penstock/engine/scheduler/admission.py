@@ -166,9 +166,7 @@ class Admission:
     def refusal(self, reason: str, request: RequestState, forecast: Forecast, load: Load, now: float) -> Overloaded:
         """Say no, and when the forecast would be a yes."""
         way = now - request.arrival
-        fresh = replace(forecast, ttft_seconds=forecast.ttft_seconds - way)
-        if self.check(request, fresh, _FORESEEN_PART) is None:
-            # It is late by its way alone: whoever comes now is in time.
+        if self._is_late_by_way(request, forecast, load, now):
             wait = max(0.0, self._times.free_at(now) - now)
             message = f"the request was {way * 1000:.0f} ms on its way to the engine, too long for what it asks for"
         else:
@@ -176,6 +174,15 @@ class Admission:
             message = _refusal_message(reason, request, forecast, way + wait)
         message += "; try again after the time in Retry-After, or accept a late answer with best_effort"
         return Overloaded(message, retry_after_seconds=max(_LEAST_RETRY_SECONDS, wait))
+
+    def _is_late_by_way(self, request: RequestState, forecast: Forecast, load: Load, now: float) -> bool:
+        """Whether the same request would be in time if it came now."""
+        way = now - request.arrival
+        if self.check(request, replace(forecast, ttft_seconds=forecast.ttft_seconds - way), _FORESEEN_PART) is not None:
+            return False
+        # One that comes now is less urgent: others of its tenant may go before it.
+        fresh = replace(request, arrival=now, due=request.due + way)
+        return self._fits_into(fresh, load, scene_now(fresh, load, self._times, now))
 
     def queue_seconds(self, load: Load, now: float) -> float:
         """How long until all online prompts that are there now have run: what comes next waits so long."""
