@@ -8,7 +8,6 @@ device. Knows numbers only; nothing of requests, blocks or clocks.
 """
 
 import math
-import sys
 from collections.abc import Sequence
 from operator import mul
 
@@ -32,8 +31,10 @@ _MEMORY_OF_ANOTHER = 0.05
 # its error is never over one.
 _TOO_SHORT = 0.67
 _TOO_SHORT_AFTER_STEPS = 50
-# Keeps a coefficient where it was while nothing that runs tells anything about it: in parts of what the steps weigh.
+# Keeps a coefficient where it was while nothing that runs tells anything about it. Less where steps take longer than
+# this many milliseconds, since each of them weighs less.
 _INERTIA = 1e-4
+_INERTIA_MILLISECONDS = 50.0
 _ERROR_WINDOW = 200
 _SOLVE_EVERY = 8
 _SWEEPS = 12
@@ -194,9 +195,12 @@ class CostModel:
 
     def _solve(self, sweeps: int) -> None:
         """Descend along one coefficient after another, never below zero, from where the last solution was."""
+        if not self._gram[0][0]:
+            return  # no step has counted for anything yet
         values = self._coefficients
         anchors = list(values)
-        inertia = max(_INERTIA * self._gram[0][0], sys.float_info.min)
+        milliseconds = self._target[0] / self._gram[0][0]  # what the steps took, on the mean
+        inertia = _INERTIA * min(1.0, _INERTIA_MILLISECONDS / milliseconds) ** 2
         for _ in range(sweeps):
             for index, row in enumerate(self._gram):
                 own = row[index]

@@ -32,9 +32,6 @@ _PATIENT_FIXED_PART = 0.45
 _SMALL_STEP_TOKENS = 512
 # ... and never so little that prompts alone would run slower than this part of the fastest they could.
 _LEAST_EFFICIENCY = 0.9
-# ... and so much longer, since up to a knee tokens cost next to nothing: what of them fits into exactly that time would
-# hang on the last digits of what was learnt.
-_FLAT_PART = 0.02
 _STEP_SIZES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
 # Of a stated time per token, what a step may use: predictions err by a few per cent.
 _TARGET_PART = 0.93
@@ -182,4 +179,4 @@ def _efficient_seconds(costs: StepCosts, most: int) -> float:
     rates = [size / max(costs.seconds(with_prompt(StepShape(), size, 0)), 1e-9) for size in sizes]
     enough = _LEAST_EFFICIENCY * max(rates)
     size = next(size for size, rate in zip(sizes, rates, strict=True) if rate >= enough)
-    return costs.seconds(with_prompt(StepShape(), size, 0)) * (1.0 + _FLAT_PART)
+    return costs.seconds(with_prompt(StepShape(), size, 0))
