@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.scheduler.cost_model import StepShape, with_prompt
+from penstock.engine.scheduler.cost_model import StepShape
 from penstock.errors import DeadlineExceeded, Overloaded, TargetUnreachable
 from penstock.request import FinishReason, Targets
 from tests.fakes.virtual_engine import H200_LLAMA_8B, VirtualEngine, percentile, request
