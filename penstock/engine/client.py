@@ -217,7 +217,7 @@ class EngineClient:
         best_effort: bool = False,
         tier: Tier = Tier.ONLINE,
         num_answer_tokens: int = 0,
-        call_tokens: int | None = None,
+        call_prompts: list[int] | None = None,
         call_answers: int = 1,
     ) -> TokenStream:
         """Send a request. Raises EngineUnavailable while there is no engine to take it."""
@@ -241,7 +241,7 @@ class EngineClient:
                 best_effort=best_effort,
                 tier=tier,
                 num_answer_tokens=num_answer_tokens,
-                call_tokens=call_tokens,
+                call_prompts=call_prompts,
                 call_answers=call_answers,
             )
         )

@@ -29,10 +29,10 @@ class Submit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     best_effort: bool = False  # rather late than refused
     tier: Tier = Tier.ONLINE
     num_answer_tokens: int = 0  # trailing tokens of the prompt that are the beginning of an answer given elsewhere
-    # Of a call with several answers the first request stands for all: the tokens of their prompts. The others have 0,
-    # and are taken with it. None: there is no other.
-    call_tokens: int | None = None
-    call_answers: int = 1  # with call_tokens over 0: how many answers the call has
+    # Of a call with several answers the first request stands for all: the lengths of its prompts, each of which gets
+    # equally many. The others have none, and are taken with it. None: there is no other.
+    call_prompts: list[int] | None = None
+    call_answers: int = 1  # with call_prompts: how many answers the call has
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

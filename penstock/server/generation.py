@@ -155,7 +155,7 @@ async def begin_answer(
                     best_effort=terms.best_effort,
                     tier=terms.tier,
                     num_answer_tokens=len(so_far),
-                    call_tokens=_call_tokens(is_first, prompts, num_choices),
+                    call_prompts=_call_prompts(is_first, prompts, num_choices, begun),
                     call_answers=need.num_answers - num_ended if is_first else 1,
                 )
                 choices.append(Choice(index, prompt, stream, assembler, shown, only_scores_prompt=only_scores_prompt))
@@ -207,11 +207,21 @@ async def _close_charge(charge: Charge, terms: Terms, record: RequestRecord, err
         await charge.closed(record)
 
 
-def _call_tokens(is_first: bool, prompts: list[Prompt], num_choices: int) -> int | None:
+def _call_prompts(is_first: bool, prompts: list[Prompt], num_choices: int, begun: Begun | None) -> list[int] | None:
     """What the engine is told of the call that a request belongs to: its first answer's request stands for all."""
     if len(prompts) * num_choices == 1:
         return None
-    return num_choices * sum(len(prompt.token_ids) for prompt in prompts) if is_first else 0
+    if not is_first:
+        return []
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    if begun is None:
+        return lengths
+    # Each answer's beginning is its own: it runs as another prompt.
+    return [
+        lengths[index // num_choices] + len(token_ids)
+        for index, token_ids in enumerate(begun.token_ids)
+        if index not in begun.ended
+    ]
 
 
 async def _assemblers(

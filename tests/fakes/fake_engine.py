@@ -26,7 +26,7 @@ class Submitted:
     terms: Terms
     num_public_tokens: int = 0
     num_answer_tokens: int = 0
-    call_tokens: int | None = None
+    call_prompts: list[int] | None = None
     call_answers: int = 1
 
 
@@ -142,7 +142,7 @@ class FakeEngine:
         adapter: str = "",
         num_public_tokens: int = 0,
         num_answer_tokens: int = 0,
-        call_tokens: int | None = None,
+        call_prompts: list[int] | None = None,
         call_answers: int = 1,
         **terms: Any,
     ) -> FakeStream:
@@ -158,7 +158,7 @@ class FakeEngine:
             Terms(**terms),
             num_public_tokens,
             num_answer_tokens,
-            call_tokens,
+            call_prompts,
             call_answers,
         )
         self.submitted.append(request)

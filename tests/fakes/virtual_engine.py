@@ -106,6 +106,7 @@ class VirtualEngine:
         max_waiting: int = 1024,
         max_context_tokens: int = 40_000,
         num_tokens: int = 400_000,
+        shares_prefixes: bool = False,
     ) -> None:
         self.clock = VirtualClock()
         self.runner = VirtualRunner(self.clock, seconds)
@@ -118,7 +119,7 @@ class VirtualEngine:
             vocab_size=VOCAB,
             eos_token_ids=(),
         )
-        cache = KvCache(num_tokens // 16 + 1, BlockHasher(b"key", 16), share_prefixes=False)
+        cache = KvCache(num_tokens // 16 + 1, BlockHasher(b"key", 16), share_prefixes=shares_prefixes)
         self.scheduler = Scheduler(config, cache, EngineMetrics(), foresight=foresight, clock=self.clock)
         self.engine = Engine(self.scheduler, self.runner)
         self.outcomes: dict[str, Outcome] = {}

@@ -55,7 +55,7 @@ class KvCache:
         if host_tier is not None:
             host_tier.on_loss = self._note_loss
         self._kv_dtype = kv_dtype
-        self._share_prefixes = share_prefixes
+        self.shares_prefixes = share_prefixes
         self._copies: list[TierCopy] = []
         self._wipes: dict[int, None] = {}  # in order
 
@@ -78,7 +78,7 @@ class KvCache:
 
         The blocks may be evicted until `adopt` holds them.
         """
-        if not self._share_prefixes:
+        if not self.shares_prefixes:
             return NO_MATCH
         # Leave one token uncached: the model needs something to run to give logits.
         usable_blocks = (len(tokens) - 1) // self.block_tokens
@@ -119,7 +119,7 @@ class KvCache:
 
     def name_full_blocks(self, cache: RequestCache, tokens: Sequence[int], num_computed: int) -> None:
         """Make blocks findable whose tokens are all known and computed."""
-        if not self._share_prefixes:
+        if not self.shares_prefixes:
             return
         full = min(num_computed, len(tokens)) // self.block_tokens
         if full <= cache.num_named:
@@ -159,7 +159,7 @@ class KvCache:
 
         Returns block by index. The caller fills them and then `free`s the cache, which leaves them to be found.
         """
-        assert self._share_prefixes
+        assert self.shares_prefixes
         assert not cache.blocks
         self._hash_up_to(cache, tokens, min(num_blocks, len(tokens) // self.block_tokens))
         planted = {}

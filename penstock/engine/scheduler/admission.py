@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from penstock.engine.metrics import QuantileWindow
 from penstock.engine.scheduler.answer_lengths import AnswerLengths
 from penstock.engine.scheduler.cost_model import StepShape, with_prompt
-from penstock.engine.scheduler.load import Load, tokens_asked
+from penstock.engine.scheduler.load import Load
 from penstock.engine.scheduler.lookout import Lookout
 from penstock.engine.scheduler.outlook import Demand, Outlook
 from penstock.engine.scheduler.prompt_chunks import REST_PART
+from penstock.engine.scheduler.prompt_work import PromptWork
 from penstock.engine.scheduler.request_state import RequestState
 from penstock.engine.scheduler.rows import expected_endings
 from penstock.engine.scheduler.scene import Scene, scene_now
@@ -34,12 +36,18 @@ _FORESEEN_PART = 0.98  # and of the time that a forecast may use, what it may us
 _SHARED_RETRY_PART = 1.2  # where several tenants are there
 # ... and while it is only guessed how long a step takes.
 _LEAST_GUESSED_RETRY_SECONDS = 0.1
-# What is named as the least to ask for: so much over what is needed, since the next forecast is not quite this one.
+# What is named as the least to ask for: at least so much over what is needed, since the next forecast is not quite this
+# one; and as much as this part of the steps stay below, within bounds, where they are less even.
 _NAMED_PART = 1.05
-# The way to an idle engine (reading, tokenising) takes at most so long, or this part of the prompt's own time. Where it
-# takes longer something stalled, and the next request may be luckier.
+_MOST_NAMED_PART = 1.5
+_STEPS_PART = 0.9
+# The way to an idle engine (reading, tokenising) takes so long, or this part of the prompt's own time; or as long as it
+# took this part of the last that came to one. Where it takes longer something stalled, and the next may be luckier.
 _WAY_SECONDS = 0.003
 _WAY_PART = 0.1
+_WAYS_PART = 0.95
+_MOST_WAY_SECONDS = 0.05
+_WAYS_WINDOW = 100
 # Where no target says how soon a prompt is due: so many times as long as it would take alone.
 _PATIENCE = 8.0
 
@@ -60,10 +68,11 @@ class Admission:
         self._times = times
         self._pace = pace
         self._lookout = Lookout(times, pace)
+        self._ways = QuantileWindow(_WAYS_WINDOW)  # of requests that came to an idle engine
 
     def due(self, arrival: float, num_prompt_tokens: int, ttft_seconds: float | None) -> float:
         """When a prompt must begin to run to be in time."""
-        alone = self._alone_seconds(num_prompt_tokens)
+        alone = self._alone_seconds(PromptWork.of_one(num_prompt_tokens))
         return arrival + (ttft_seconds - alone if ttft_seconds is not None else (_PATIENCE - 1.0) * alone)
 
     def forecast(self, request: RequestState, load: Load, now: float) -> Forecast:
@@ -82,9 +91,9 @@ class Admission:
         # Those ahead decode beside the request once their prompts have run: half of them, on the mean.
         rows = num_decoding + int(ahead.requests / 2)
         shape = StepShape(rows, int(rows * mean_context))
-        num_tokens = ahead.tokens + tokens_asked(request)
-        # The mean over all tokens to run of what lies before them, as far as it is this prompt's own.
-        context = int(len(request.tokens) ** 2 / (2 * num_tokens))
+        num_tokens = ahead.tokens + request.work.tokens
+        # The mean over all tokens to run of what lies before them, as far as it is the call's own.
+        context = int(request.work.tokens * request.work.context / num_tokens)
         # A request that is alone does not decode beside its own prompt: no time per token makes its steps shorter.
         paced_by = tightest if num_decoding or ahead.requests else None
         chunk, step_seconds = self._pace.steady_step(shape, paced_by, context)
@@ -107,25 +116,40 @@ class Admission:
         """Return what the request asks for that could not be promised even if nothing else were there."""
         if request.best_effort or not self._times.model.is_trusted:
             return None
+        named_part = self._named_part()
         ttft, time_per_token = request.targets.ttft_seconds, request.targets.time_per_token_seconds
         call = load.call_shape(request)
         if ttft is not None or request.deadline_seconds is not None:
-            alone = self._alone_seconds(tokens_asked(request))
-            longest_way = max(_WAY_SECONDS, _WAY_PART * alone)
+            alone = self._alone_seconds(request.work)
+            longest_way = max(self._way_seconds(), _WAY_PART * alone)
             need, enough = alone, alone + longest_way
             if self._times.has_rested_since(request.arrival):
                 need += min(now - request.arrival, longest_way)
             if ttft is not None and need > ttft * _TTFT_PART:
-                return _unreachable("targets.ttft_ms", ttft, enough / _TTFT_PART)
+                return _unreachable("targets.ttft_ms", ttft, enough / _TTFT_PART * named_part)
             answer = self._answer_seconds(request, call, call)
             wanted = request.deadline_seconds
             if wanted is not None and need + answer > _deadline_room(request):
-                return _unreachable("deadline_ms", wanted, (enough + answer) / _DEADLINE_PART)
+                return _unreachable("deadline_ms", wanted, (enough + answer) / _DEADLINE_PART * named_part)
         if time_per_token is not None and not request.is_batch:
             least = self._times.model.seconds(call)
             if least > time_per_token * _TIME_PER_TOKEN_PART:
-                return _unreachable("targets.time_per_token_ms", time_per_token, least / _TIME_PER_TOKEN_PART)
+                named = least / _TIME_PER_TOKEN_PART * named_part
+                return _unreachable("targets.time_per_token_ms", time_per_token, named)
         return None
+
+    def note_arrival(self, request: RequestState, now: float) -> None:
+        """A request has come: learn how long the way to an idle engine takes."""
+        if self._times.has_rested_since(request.arrival):
+            self._ways.add(now - request.arrival)
+
+    def _way_seconds(self) -> float:
+        way = self._ways.quantile(_WAYS_PART) or 0.0
+        return min(_MOST_WAY_SECONDS, max(_WAY_SECONDS, way))
+
+    def _named_part(self) -> float:
+        part = self._times.ratios.quantile(_STEPS_PART) or 1.0
+        return min(_MOST_NAMED_PART, max(_NAMED_PART, part))
 
     def check(self, request: RequestState, forecast: Forecast, part: float = 1.0) -> str | None:
         """Return which of the request's terms cannot be kept, if one cannot, in this part of the time there is."""
@@ -141,16 +165,24 @@ class Admission:
 
     def refusal(self, reason: str, request: RequestState, forecast: Forecast, load: Load, now: float) -> Overloaded:
         """Say no, and when the forecast would be a yes."""
-        wait = self._wait(request, load, now)
-        if reason == "time_per_token":
-            message = "the batch is as large as the time per token that was promised allows"
-        elif reason == "ttft":
-            message = f"the first token would come after {forecast.ttft_seconds * 1000:.0f} ms, later than asked for"
+        way = now - request.arrival
+        if self._is_late_by_way(request, forecast, load, now):
+            wait = max(0.0, self._times.free_at(now) - now)
+            message = f"the request was {way * 1000:.0f} ms on its way to the engine, too long for what it asks for"
         else:
-            seconds = forecast.ttft_seconds + forecast.answer_seconds
-            message = f"the answer would end after {seconds * 1000:.0f} ms at the soonest, later than its deadline"
+            wait = self._wait(request, load, now)
+            message = _refusal_message(reason, request, forecast, way + wait)
         message += "; try again after the time in Retry-After, or accept a late answer with best_effort"
         return Overloaded(message, retry_after_seconds=max(_LEAST_RETRY_SECONDS, wait))
+
+    def _is_late_by_way(self, request: RequestState, forecast: Forecast, load: Load, now: float) -> bool:
+        """Whether the same request would be in time if it came now."""
+        way = now - request.arrival
+        if self.check(request, replace(forecast, ttft_seconds=forecast.ttft_seconds - way), _FORESEEN_PART) is not None:
+            return False
+        # One that comes now is less urgent: others of its tenant may go before it.
+        fresh = replace(request, arrival=now, due=request.due + way)
+        return self._fits_into(fresh, load, scene_now(fresh, load, self._times, now))
 
     def queue_seconds(self, load: Load, now: float) -> float:
         """How long until all online prompts that are there now have run: what comes next waits so long."""
@@ -244,9 +276,9 @@ class Admission:
     def _fits(self, request: RequestState, load: Load, scene: Scene) -> bool:
         return self.check(request, self._forecast(request, load, scene), _FORESEEN_PART) is None
 
-    def _alone_seconds(self, num_tokens: int) -> float:
-        chunk, seconds = self._pace.steady_step(StepShape(), None, num_tokens // 2)
-        return self._prefill_seconds(num_tokens, chunk, seconds, StepShape())
+    def _alone_seconds(self, work: PromptWork) -> float:
+        chunk, seconds = self._pace.steady_step(StepShape(), None, work.context)
+        return self._prefill_seconds(work.tokens, chunk, seconds, StepShape())
 
     def _prefill_seconds(self, num_tokens: float, chunk: int, step_seconds: float, shape: StepShape) -> float:
         """How long so many prompt tokens take, `chunk` of them in each step."""
@@ -287,7 +319,8 @@ def _demand(request: RequestState) -> Demand:
     return (
         request.level[1],
         len(request.tokens),
-        tokens_asked(request),
+        request.work.tokens,
+        request.work.context,
         request.call_answers,
         request.max_total_tokens,
         request.fewest_left,
@@ -300,6 +333,17 @@ def _deadline_room(request: RequestState) -> float:
     return math.inf if request.deadline_seconds is None else request.deadline_seconds * _DEADLINE_PART
 
 
+def _refusal_message(reason: str, request: RequestState, forecast: Forecast, later_seconds: float) -> str:
+    """Say what would be late. Whoever comes `later_seconds` after the request is in time, and it would be no later."""
+    if reason == "time_per_token":
+        return "the batch is as large as the time per token that was promised allows"
+    if reason == "ttft":
+        seconds = min(forecast.ttft_seconds, later_seconds + (request.targets.ttft_seconds or 0.0))
+        return f"the first token would come after {seconds * 1000:.0f} ms, later than asked for"
+    seconds = min(forecast.ttft_seconds + forecast.answer_seconds, later_seconds + (request.deadline_seconds or 0.0))
+    return f"the answer would end after {seconds * 1000:.0f} ms at the soonest, later than its deadline"
+
+
 def _unreachable(param: str, wanted_seconds: float, least_seconds: float) -> TargetUnreachable:
     return TargetUnreachable(
         f"{param}: {wanted_seconds * 1000:g} ms cannot be kept here, even if nothing else ran; "
@@ -310,7 +354,7 @@ def _unreachable(param: str, wanted_seconds: float, least_seconds: float) -> Tar
 
 def _named_milliseconds(seconds: float) -> str:
     """A short number that is over this many seconds."""
-    milliseconds = seconds * 1000 * _NAMED_PART
+    milliseconds = seconds * 1000
     return f"{math.ceil(milliseconds)}" if milliseconds >= 10.0 else f"{math.ceil(milliseconds * 10) / 10:g}"
 
 

@@ -28,7 +28,7 @@ class Calls:
     def followed(self, request: RequestState) -> Call | None:
         """Return the call that the request belongs to without being its first; None if there is none."""
         call = self._coming.get(request.client)
-        if request.call_tokens != 0 or call is None:
+        if not request.follows_call or call is None:
             self._coming.pop(request.client, None)
             return None
         call.num_coming -= 1

@@ -14,6 +14,7 @@ from operator import mul
 import msgspec
 
 from penstock.engine.metrics import QuantileWindow
+from penstock.engine.scheduler.machine_change import ChangeWatch, MachineChange, PastStep
 
 KNEES = (0, 64, 128, 256, 512)
 
@@ -23,11 +24,17 @@ TRUSTED_PROMPT_STEPS = 3
 
 # Each step weighs this much less than the one after it: about 500 steps are remembered.
 _MEMORY = 0.998
-# A step that took so many times what was expected (or so little) counts the less, the further it is off.
-_SURPRISE = 1.5
-_SURPRISE_AFTER_STEPS = 50
-# Keeps a coefficient where it was while nothing that runs tells anything about it.
+# What is left of the weight of all steps from before the machine became another.
+_MEMORY_OF_ANOTHER = 0.05
+# A step that took less than this part of what was expected counts the less, the further it is off: behind a stall of
+# the host a step seems to take no time at all. One that took too long needs no such rule: in parts of its own duration
+# its error is never over one.
+_TOO_SHORT = 0.67
+_TOO_SHORT_AFTER_STEPS = 50
+# Keeps a coefficient where it was while nothing that runs tells anything about it. Less where steps take longer than
+# this many milliseconds, since each of them weighs less.
 _INERTIA = 1e-4
+_INERTIA_MILLISECONDS = 50.0
 _ERROR_WINDOW = 200
 _SOLVE_EVERY = 8
 _SWEEPS = 12
@@ -122,6 +129,7 @@ class CostModel:
         self._num_prompt_steps = 0
         self._is_known = known is not None
         self._errors = QuantileWindow(_ERROR_WINDOW)
+        self._watch = ChangeWatch()
         self.costs = _to_costs(self._coefficients)
 
     @property
@@ -146,17 +154,32 @@ class CostModel:
         self._errors.add(abs(expected - seconds) / seconds)
         self._num_steps += 1
         self._num_prompt_steps += shape.prompt_tokens > 0
-        self._learn(_features(shape), seconds, self._weight(expected, seconds))
+        step = PastStep(self._num_steps, _features(shape), seconds, seconds / max(expected, 1e-9))
+        self._learn(step.features, seconds, self._weight(step.ratio))
         if self._num_steps <= TRUSTED_STEPS:
             self._solve(_FIRST_SWEEPS)
+            return
+        change = self._watch.add(step, has_prompts=shape.prompt_tokens > 0)
+        if change is not None:
+            self._learn_anew(change)
         elif self._num_steps % _SOLVE_EVERY == 0:
             self._solve(_SWEEPS)
 
-    def _weight(self, expected: float, seconds: float) -> float:
-        if self._num_steps <= _SURPRISE_AFTER_STEPS and not self._is_known:
-            return 1.0
-        ratio = max(expected, seconds) / max(min(expected, seconds), 1e-9)
-        return 1.0 if ratio <= _SURPRISE else (_SURPRISE / ratio) ** 2
+    def _weight(self, ratio: float) -> float:
+        if self._num_steps <= _TOO_SHORT_AFTER_STEPS and not self._is_known:
+            # What was expected may be far off itself: the error counts in parts of the longer of the two.
+            return min(1.0, ratio**2)
+        return min(1.0, (ratio / _TOO_SHORT) ** 4)
+
+    def _learn_anew(self, change: MachineChange) -> None:
+        """Take all that is known for so many times as long, hold it lightly, and learn again from the steps since."""
+        ratio = change.ratio
+        self._coefficients = [value * ratio for value in self._coefficients]
+        self._gram = [[value * _MEMORY_OF_ANOTHER / ratio**2 for value in row] for row in self._gram]
+        self._target = [value * _MEMORY_OF_ANOTHER / ratio for value in self._target]
+        for step in change.steps:
+            self._learn(step.features, step.seconds, self._weight(step.ratio / ratio))
+        self._solve(_FIRST_SWEEPS)
 
     def _learn(self, features: Sequence[float], seconds: float, weight: float) -> None:
         # Divided by the duration: short steps count as much as long ones, since errors are judged in parts of it.
@@ -172,14 +195,18 @@ class CostModel:
 
     def _solve(self, sweeps: int) -> None:
         """Descend along one coefficient after another, never below zero, from where the last solution was."""
+        if not self._gram[0][0]:
+            return  # no step has counted for anything yet
         values = self._coefficients
         anchors = list(values)
+        milliseconds = self._target[0] / self._gram[0][0]  # what the steps took, on the mean
+        inertia = _INERTIA * min(1.0, _INERTIA_MILLISECONDS / milliseconds) ** 2
         for _ in range(sweeps):
             for index, row in enumerate(self._gram):
                 own = row[index]
                 rest = sum(map(mul, row, values)) - own * values[index]
-                wanted = self._target[index] - rest + _INERTIA * anchors[index]
-                values[index] = max(0.0, wanted / (own + _INERTIA))
+                wanted = self._target[index] - rest + inertia * anchors[index]
+                values[index] = max(0.0, wanted / (own + inertia))
         self.costs = _to_costs(values)
 
 

@@ -88,7 +88,10 @@ class Entrance:
     def _check_call(self, request: RequestState) -> None:
         now, load, refused = self._clock(), self.load(request), self._placement.metrics.num_refused
         admission = None if self._foresight is None else self._foresight.admission
-        unreachable = None if admission is None else admission.find_unreachable(request, load, now)
+        unreachable = None
+        if admission is not None:
+            admission.note_arrival(request, now)
+            unreachable = admission.find_unreachable(request, load, now)
         if unreachable is not None:
             refused["unreachable"] += 1
             raise unreachable

@@ -31,7 +31,7 @@ class Load:
     def call_shape(self, request: RequestState) -> StepShape:
         """A step that draws a token of each answer of the request's call, or of as many as have rows at once."""
         num_rows = max(1, min(request.call_answers, len(self.running) + self.num_free_rows))
-        return StepShape(num_rows, tokens_asked(request) * num_rows // request.call_answers)
+        return StepShape(num_rows, request.work.read_tokens * num_rows // request.call_answers)
 
 
 @dataclass(slots=True)
@@ -53,11 +53,6 @@ class Queue:
             self.placed_requests += num_requests
 
 
-def tokens_asked(request: RequestState) -> int:
-    """Prompt tokens to run until the first tokens of all answers of the request's call."""
-    return max(len(request.tokens), request.call_tokens or 0)
-
-
 @dataclass(frozen=True, slots=True)
 class Claim:
     """What a request can ask of those that run: whether they leave the steps to its prompt."""
@@ -71,7 +66,7 @@ class Claim:
         own = request.account
         share = (own.num_rows + len(own.waiting) + request.call_answers) / own.weight
         counter = max(own.counter, load.waiting.least_counter(request.level))
-        counter += (own.waiting_tokens + tokens_asked(request)) * own.prompt_cost
+        counter += (own.waiting_tokens + request.work.tokens) * own.prompt_cost
         return cls(request, share, counter - load.waiting.quantum / own.weight)
 
     def passes(self, level: LevelKey, account: TenantAccount) -> bool:
@@ -101,7 +96,7 @@ def ahead_of(claim: Claim, load: Load) -> Queue:
     # Its turn comes when its tenant has got this much, and its prompt's last token when it has got the prompt too;
     # others are served up to there before it.
     turn = max(own.counter, load.waiting.least_counter(request.level)) + own_tokens * own.prompt_cost
-    end = turn + tokens_asked(request) * own.prompt_cost
+    end = turn + request.work.tokens * own.prompt_cost
     for level in load.waiting.levels:
         if level.key > request.level:
             break

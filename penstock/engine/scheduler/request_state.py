@@ -7,6 +7,7 @@ preemption all move the same two numbers.
 from dataclasses import dataclass, field
 
 from penstock.engine.cache.kv_cache import RequestCache
+from penstock.engine.scheduler.prompt_work import PromptWork
 from penstock.request import NO_TARGETS, SamplingParams, Targets
 
 # (0 online, 1 batch; minus the priority): smaller goes first.
@@ -51,13 +52,14 @@ class RequestState:
     account: TenantAccount
     level: LevelKey
     due: float  # when its prompt should begin to run: the earlier, the more urgent
+    work: PromptWork
     tenant: str = ""
     adapter: str = ""
     targets: Targets = NO_TARGETS
     deadline_seconds: float | None = None  # behind its arrival
     best_effort: bool = False
-    call_tokens: int | None = None  # see Submit
-    call_answers: int = 1  # see Submit
+    follows_call: bool = False  # another request stands for it
+    call_answers: int = 1  # of the call that it stands for
 
     computed: int = 0  # leading tokens whose KV is computed, or will be by the steps already launched
     in_flight: int = 0  # tokens that launched steps will sample and the host does not know yet

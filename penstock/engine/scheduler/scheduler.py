@@ -15,12 +15,14 @@ from penstock.engine.cache.kv_cache import KvCache
 from penstock.engine.messages import Submit, TokenEvent
 from penstock.engine.metrics import EngineMetrics
 from penstock.engine.scheduler import promises
+from penstock.engine.scheduler.cost_model import StepShape
 from penstock.engine.scheduler.entrance import Entrance
 from penstock.engine.scheduler.foresight import Foresight
 from penstock.engine.scheduler.idle_capacity import hold_back_batch
 from penstock.engine.scheduler.intake import check_submit
 from penstock.engine.scheduler.pace import Pace, Ready
 from penstock.engine.scheduler.placement import Placement
+from penstock.engine.scheduler.prompt_work import PromptWork
 from penstock.engine.scheduler.request_state import RequestState
 from penstock.engine.scheduler.serving_pace import decode_shape
 from penstock.engine.scheduler.step_plan import (
@@ -152,13 +154,26 @@ class Scheduler:
             account=self.waiting.open_account(level, submit.tenant, submit.weight),
             level=level,
             due=due,
+            work=self._work(submit),
             tenant=submit.tenant,
             adapter=submit.adapter,
             targets=submit.targets,
             deadline_seconds=submit.deadline_seconds,
             best_effort=submit.best_effort,
-            call_tokens=submit.call_tokens,
+            follows_call=submit.call_prompts == [],
             call_answers=submit.call_answers,
+        )
+
+    def _work(self, submit: Submit) -> PromptWork:
+        if not submit.call_prompts or self._foresight is None:
+            return PromptWork.of_one(len(submit.prompt))
+        # Whoever asks for a prompt's log-probabilities has all of it computed.
+        is_shared = self.cache.shares_prefixes and not submit.params.prompt_logprobs
+        return PromptWork.of_call(
+            submit.call_prompts,
+            submit.call_answers,
+            step_tokens=self._foresight.pace.steady_step(StepShape(), None)[0],
+            shared_block_tokens=self.cache.block_tokens if is_shared else None,
         )
 
     def forget_client(self, client: bytes) -> None:

@@ -1,6 +1,7 @@
 """Whoever is refused and waits as told is let in, whoever else is there; and is in time."""
 
 import random
+import re
 
 import msgspec
 from hypothesis import given, settings
@@ -71,9 +72,10 @@ def terms_of(reason, slack, prompt):
     prompt=st.sampled_from([16, 256, 1024, 4000]),
     slack=st.sampled_from([1.25, 1.5, 2.0, 4.0, 10.0]),
     is_new=st.booleans(),
+    on_its_way=st.sampled_from([0.0, 0.0, 0.3, 2.0]),
 )
 def test_whoever_waits_as_told_is_let_in_and_in_time_whoever_else_is_there(
-    reason, seed, num_tenants, num_requests, max_running, span, prompt, slack, is_new
+    reason, seed, num_tenants, num_requests, max_running, span, prompt, slack, is_new, on_its_way
 ):
     rng = random.Random(seed)
     engine = warmed_engine(max_running)
@@ -86,18 +88,18 @@ def test_whoever_waits_as_told_is_let_in_and_in_time_whoever_else_is_there(
     who = tenant(rng, "new") if is_new else rng.choice(tenants)
     terms = {**who, "tier": Tier.ONLINE, **terms_of(reason, slack, prompt)}
 
-    def ask(name):
-        return engine.submit(request(name, engine.clock.now, prompt=prompt, answer=32, **terms))
+    def ask(name, arrival):
+        return engine.submit(request(name, arrival, prompt=prompt, answer=32, **terms))
 
     before = engine.engine.stats().num_refused[reason]
-    first = ask("first").last
+    first = ask("first", engine.clock.now - on_its_way).last
     if first is None or first.error_code != Overloaded.code:
         return
     assert engine.engine.stats().num_refused[reason] == before + 1
     told = engine.clock.now + first.retry_after_seconds
     engine.run([], until=told)
     engine.clock.now = max(engine.clock.now, told)
-    second = ask("second")
+    second = ask("second", engine.clock.now)
     assert engine.engine.stats().num_refused[reason] == before + 1
     if not second.refused:
         engine.run([])
@@ -113,6 +115,38 @@ def test_what_a_flooding_tenant_has_under_way_is_no_reason_to_refuse_another():
     outcome = engine.submit(asked)
     engine.run([], until=engine.clock.now + 1.0)
     assert not outcome.refused and outcome.ttft <= 0.06
+
+
+def test_who_was_too_long_on_its_way_may_come_again_at_once_whoever_floods():
+    engine = warmed_engine(64)
+    start = engine.clock.now
+    engine.run([request(f"{index}", start, prompt=1000, tenant="flood") for index in range(400)], until=start + 1.0)
+
+    def ask(name, arrival):
+        return engine.submit(request(name, arrival, prompt=500, tenant="new", targets=Targets(ttft_seconds=0.5)))
+
+    refused = ask("late", engine.clock.now - 0.7).last
+    assert refused.error.startswith("the request was 700 ms on its way to the engine")
+    assert refused.retry_after_seconds < 0.1
+    engine.run([], until=engine.clock.now + refused.retry_after_seconds)
+    again = ask("again", engine.clock.now)
+    engine.run([], until=engine.clock.now + 1.0)
+    assert not again.refused and again.ttft <= 0.5
+
+
+def test_the_time_that_a_refusal_names_is_when_the_first_token_would_come():
+    engine = warmed_engine(64)
+    start = engine.clock.now
+    flood = [request(f"{index}", start, prompt=1000, answer=100) for index in range(600)]
+    engine.run(flood, until=start + 1.0)
+    now = engine.clock.now
+    refused = engine.submit(request("asked", now, prompt=500, answer=5, targets=Targets(ttft_seconds=1.0))).last
+    told = float(re.search(r"would come after ([0-9]+) ms", refused.error)[1]) / 1000
+    late = engine.submit(
+        request("late", now, prompt=500, answer=5, targets=Targets(ttft_seconds=1.0), best_effort=True)
+    )
+    engine.run([])
+    assert late.ttft <= told <= 1.3 * late.ttft
 
 
 def test_rows_of_batch_work_are_no_reason_to_refuse_an_online_request():

@@ -5,6 +5,7 @@ import pytest
 from penstock.engine.cache.kv_cache import RequestCache
 from penstock.engine.scheduler.cost_model import StepShape
 from penstock.engine.scheduler.foresight import Foresight
+from penstock.engine.scheduler.prompt_work import PromptWork
 from penstock.engine.scheduler.request_state import RequestState, TenantAccount
 from penstock.request import NO_TARGETS, SamplingParams, Targets
 from tests.fakes.virtual_engine import H200_LLAMA_8B, VirtualClock
@@ -17,6 +18,7 @@ def prompt(number, tenant, num_tokens, *, num_rows, targets=NO_TARGETS):
         number=number, client=b"", request_id=str(number), tokens=[1] * num_tokens, num_prompt_tokens=num_tokens,
         max_total_tokens=num_tokens + 8, params=SamplingParams(), stop_ids=frozenset(), seed=0, arrival=0.0,
         cache=RequestCache(b""), tenant=tenant, account=TenantAccount(tenant, num_rows=num_rows), level=(0, 0), due=0.0,
+        work=PromptWork.of_one(num_tokens),
         targets=targets,
     ), num_tokens  # fmt: skip
 

@@ -27,7 +27,7 @@ def call(engine, name, num_answers=1, **fields):
     for index in range(num_answers):
         terms = {}
         if num_answers > 1:
-            terms = {"call_tokens": 0} if index else {"call_tokens": 16 * num_answers, "call_answers": num_answers}
+            terms = {"call_prompts": []} if index else {"call_prompts": [16], "call_answers": num_answers}
         outcome = engine.submit(request(f"{name}-{index}", engine.clock.now, **terms, **fields))
         taken.append(not outcome.refused)
     assert len(set(taken)) == 1, "a call is taken whole or not at all"
@@ -146,7 +146,7 @@ def test_a_refused_call_counts_once_whatever_it_was_refused_for(num_answers):
 
 def test_places_of_a_call_that_stopped_coming_are_free_again():
     engine = make(max_running=1, max_waiting=4)
-    first = {"call_tokens": 5, "call_answers": 5}
+    first = {"call_prompts": [1], "call_answers": 5}
     assert not engine.engine.submit(request("a-0", prompt=1, **first), b"gone")
     assert engine.engine.submit(request("b", prompt=1), b"other"), "all places are the call's"
     engine.engine.drop_client(b"gone")

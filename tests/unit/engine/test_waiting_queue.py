@@ -3,6 +3,7 @@
 import random
 
 from penstock.engine.cache.kv_cache import RequestCache
+from penstock.engine.scheduler.prompt_work import PromptWork
 from penstock.engine.scheduler.request_state import RequestState
 from penstock.engine.scheduler.waiting_queue import AGEING_SECONDS, RISE_INTERVAL_SECONDS, WaitingQueue
 from penstock.request import SamplingParams
@@ -15,6 +16,7 @@ def make_request(queue, number, tenant, *, due=0.0, level=(0, 0), weight=1.0):
         number=number, client=b"", request_id=str(number), tokens=[1] * 4, num_prompt_tokens=4, max_total_tokens=8,
         params=SamplingParams(), stop_ids=frozenset(), seed=0, arrival=0.0, cache=RequestCache(b""), tenant=tenant,
         account=queue.open_account(level, tenant, weight), level=level, due=due,
+        work=PromptWork.of_one(4),
     )  # fmt: skip
 
 

@@ -75,10 +75,10 @@ async def test_several_prompts_give_their_choices_in_order(short, prompts):
 
 async def test_the_first_of_several_answers_tells_the_engine_what_all_of_them_need(short):
     await short.complete([[5, 6], [7, 8, 9]], n=2)
-    assert [request.call_tokens for request in short.engine.submitted] == [10, 0, 0, 0]
+    assert [request.call_prompts for request in short.engine.submitted] == [[2, 3], [], [], []]
     assert [request.call_answers for request in short.engine.submitted] == [4, 1, 1, 1]
     await short.complete([[5, 6]])
-    assert short.engine.submitted[-1].call_tokens is None
+    assert short.engine.submitted[-1].call_prompts is None
 
 
 async def test_echo_puts_the_prompt_before_the_answer(short):

@@ -118,6 +118,7 @@ async def test_a_choice_that_had_ended_is_not_made_again(service, route):
     response = await stream(service, route, n=2, continue_from=began)
     events = events_in(FrameReader().feed(response.content))
     assert [request.num_answer_tokens for request in service.engine.submitted] == [3]
+    assert [request.call_prompts for request in service.engine.submitted] == [[len(service.engine.submitted[0].prompt)]]
     assert {choice["index"] for event in events[:-1] for choice in event["choices"]} == {1}
     assert events[-2]["usage"]["completion_tokens"] == 2 * len(tokens) + 1  # and the end of the second
 
