@@ -42,8 +42,9 @@ class GuardedConnection(HttpToolsProtocol):
         self._limits = crowd.limits
         self._answering: RequestResponseCycle | None = None
         self._reading = _Reading.NOTHING
-        self._head_bytes = 0  # of reads that did not end the head
+        self._head_bytes = 0  # of reads that did not end the head, or were no body behind it
         self._line_bytes = 0  # of the head's lines that are whole
+        self._body_came = False
         self._farewell_bytes = 0
         self._deadline: float | None = None  # for what is being read
         self._clock: asyncio.TimerHandle | None = None
@@ -100,6 +101,11 @@ class GuardedConnection(HttpToolsProtocol):
                 self._refuse_head()
         elif self._reading is _Reading.BODY and self._deadline is not None:
             self._deadline += len(data) / self._limits.body_bytes_per_second
+            # Behind the body may come trailers, which have the limits of a head.
+            self._head_bytes = 0 if self._body_came else self._head_bytes + len(data)
+            self._body_came = False
+            if self._head_bytes > self._limits.max_head_bytes:
+                self._refuse_head()
         elif self._is_idle and self.timeout_keep_alive_task is None:
             self._allow(self._limits.idle_seconds)  # empty lines, which begin no request
 
@@ -124,9 +130,14 @@ class GuardedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._crowd.note_busy(self)
         self._reading = _Reading.BODY
+        self._head_bytes = 0
         self._deadline = None
         self._allow(self._limits.body_seconds)
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_came = True
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._reading = _Reading.NOTHING

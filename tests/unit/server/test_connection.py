@@ -92,6 +92,34 @@ async def test_a_head_that_is_whole_and_too_large_is_answered_431(service, lines
     assert error_code(answer) == "head_too_large"
 
 
+@pytest.mark.parametrize("trailer", [b"x: " + b"y" * 5000, b"x: y\r\n" * 500], ids=["one", "many"])
+async def test_trailers_have_the_limits_of_a_head(service, trailer):
+    async with (
+        listening(service.context, ConnectionLimits(max_head_bytes=1000)) as url,
+        connected(url) as (reader, writer),
+    ):
+        writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n")
+        await writer.drain()
+        writer.write(b"0\r\n")
+        for start in range(0, len(trailer), 500):
+            writer.write(trailer[start : start + 500])
+            await asyncio.sleep(0.01)
+        answer = await reader.read()
+    assert error_code(answer) == "head_too_large"
+
+
+async def test_a_body_of_small_pieces_is_no_head(service):
+    body = json.dumps({"prompt": "x" * 300}).encode()
+    async with (
+        listening(service.context, ConnectionLimits(max_head_bytes=1000)) as url,
+        connected(url) as (reader, writer),
+    ):
+        writer.write(HEAD + b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n")
+        writer.write(b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 200 ")
+
+
 async def test_who_is_refused_and_still_sends_hears_why(service):
     async with (
         listening(service.context, ConnectionLimits(max_head_bytes=1000)) as url,
