@@ -21,6 +21,7 @@ from penstock.fleet.config import HealthSection
 
 _MAX_HEAD_BYTES = 64 * 1024
 _MAX_UNREAD_BYTES = 128 * 1024
+_STATUSES = range(100, 600)
 _NUM_OWN_LINES = 5  # of a request's head: those that are not given headers
 
 
@@ -188,6 +189,7 @@ class _Connection(asyncio.Protocol):
         self._is_interim = False  # what is being read tells that the answer is yet to come
         self._is_paused = False
         self._num_head_bytes = 0  # of the answer, as long as its head is not whole
+        self._num_other_bytes = 0  # that came since the last of its body: trailers, or what stands between chunks
         self._is_answering = False  # something came since the request was sent
         self._is_in_head = False
         self._head_clock: asyncio.TimerHandle | None = None
@@ -204,7 +206,7 @@ class _Connection(asyncio.Protocol):
         if self._transport.is_closing():
             raise _GivenUp("the connection was closed before anything was sent")
         answer = self._answer = Answer(self, self._limits)
-        self._num_head_bytes = 0
+        self._num_head_bytes = self._num_other_bytes = 0
         self._is_answering = False
         self._heard_at = self._loop.time()
         self._transport.writelines((head, body))
@@ -237,14 +239,16 @@ class _Connection(asyncio.Protocol):
             answer.end(None if is_end else lost("the connection was closed before the answer's end"))
 
     def data_received(self, data: bytes) -> None:
-        self._heard_at = self._loop.time()
         self._is_answering = True
+        self._num_other_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._fail(ReplicaLost("what came is no answer"))
             return
         answer = self._answer
+        if answer is None or answer.status:
+            self._heard_at = self._loop.time()  # what only tells that an answer is yet to come gains no time
         if answer is None:
             return
         if not answer.status:
@@ -254,6 +258,8 @@ class _Connection(asyncio.Protocol):
             elif self._is_in_head and self._head_clock is None:  # nearly always it comes whole, and needs no clock
                 late = TimeoutError("the head of an answer did not come in time")
                 self._head_clock = self._loop.call_later(self._limits.head_seconds, self._fail, late)
+        elif self._num_other_bytes > _MAX_HEAD_BYTES:  # the parser holds it all, and copies it with each read
+            self._fail(ReplicaLost("what stands behind or within the body is too large"))
         elif answer.num_unread_bytes > _MAX_UNREAD_BYTES and not self._is_paused:
             if answer.is_left:
                 self.cut()
@@ -271,10 +277,12 @@ class _Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         answer = self._answer
         if answer is not None and not answer.status:  # else it comes behind a body, and nobody waits for it
-            answer.headers.add(name.decode("ascii", "replace").lower(), value.decode("utf-8", "surrogateescape"))
+            answer.headers.add(name.decode("ascii", "replace").lower(), _text(value))
 
     def on_headers_complete(self) -> None:
         status, answer = self._parser.get_status_code(), self._answer
+        if status not in _STATUSES:
+            raise ReplicaLost("the answer has a status that there is not")
         self._is_interim = 100 <= status < 200
         self._is_in_head = False
         self._forget_head_clock()
@@ -290,6 +298,7 @@ class _Connection(asyncio.Protocol):
         answer.wake()
 
     def on_body(self, data: bytes) -> None:
+        self._num_other_bytes = 0
         if self._answer is not None:
             self._answer.take(data)
 
@@ -422,6 +431,14 @@ async def _answer_on(connection: _Connection, head: bytes, body: bytes) -> Answe
         answer.close()
         raise
     return answer
+
+
+def _text(value: bytes) -> str:
+    """Return a header's value, whatever its bytes: those that are no UTF-8 are taken for Latin-1, as once was the rule."""
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def _head(url: str, path: str, headers: Mapping[str, str], num_body_bytes: int) -> bytes:

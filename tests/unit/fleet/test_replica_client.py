@@ -287,6 +287,9 @@ async def test_what_comes_before_the_answer_is_passed_over() -> None:
         b"HTTP/1.1 200",
         b"SSH-2.0-OpenSSH\r\n",
         b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
+        HELLO.replace(b"200", b"000"),
+        HELLO.replace(b"200", b"099"),
+        HELLO.replace(b"200", b"600"),
     ],
 )
 async def test_what_is_no_answer_loses_the_replica(answered: bytes) -> None:
@@ -299,6 +302,43 @@ async def test_a_head_without_an_end_is_not_kept() -> None:
     async with saying(b"HTTP/1.1 200 OK\r\nx: " + b"y" * 1_000_000).running() as script, client() as made:
         with pytest.raises(ReplicaLost, match="too large"):
             await post(made, script)
+
+
+@pytest.mark.parametrize("begun", [b"0\r\nx-t: ", b"5;x="])
+async def test_what_stands_behind_a_body_or_between_its_chunks_without_an_end_is_not_kept(begun: bytes) -> None:
+    pieces = [b"y" * 65536] * 8
+    script = saying(CHUNKED + b"5\r\nhello\r\n" + begun, *pieces)
+    async with script.running() as script, client() as made, await post(made, script) as answer:
+        assert await answer.read_any() == b"hello"
+        with pytest.raises(ReplicaLost, match="too large"):
+            await answer.read_any()
+
+
+async def test_trailers_are_passed_over() -> None:
+    chunks = CHUNKED + b"5\r\nhello\r\n0\r\nx-t: y\r\n\r\n"
+    async with saying(chunks).running() as script, client() as made:
+        for _ in range(2):
+            async with await post(made, script) as answer:
+                assert await answer.read(ALL) == b"hello"
+        assert script.num_connections == 1
+
+
+async def test_telling_that_the_answer_is_yet_to_come_gains_no_time() -> None:
+    async def play(writer: asyncio.StreamWriter) -> None:
+        while not writer.is_closing():
+            writer.write(b"HTTP/1.1 102 Processing\r\n\r\n")
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+    async with Script(play).running() as script, client(silence_seconds=0.1) as made:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(post(made, script))), 5)
+
+
+async def test_headers_that_are_no_utf_8_are_taken_for_latin_1() -> None:
+    answered = HELLO.replace(b"content-length", b"x-a: caf\xe9\r\nx-b: caf\xc3\xa9\r\ncontent-length")
+    async with saying(answered).running() as script, client() as made, await post(made, script) as answer:
+        assert (answer.headers["x-a"], answer.headers["x-b"]) == ("café", "café")
 
 
 async def test_an_answer_that_breaks_off_gives_what_had_come_first() -> None:
