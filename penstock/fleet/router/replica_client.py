@@ -434,7 +434,7 @@ async def _answer_on(connection: _Connection, head: bytes, body: bytes) -> Answe
 
 
 def _text(value: bytes) -> str:
-    """Return a header's value, whatever its bytes: those that are no UTF-8 are taken for Latin-1, as once was the rule."""
+    """Return a header's value, whatever its bytes: what is no UTF-8 is taken for Latin-1, as once was the rule."""
     try:
         return value.decode("utf-8")
     except UnicodeDecodeError:
