@@ -10,6 +10,8 @@ import logging
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
+import msgspec
+
 from penstock.errors import StoreUnavailable
 from penstock.metering.counts import StoreMetrics
 from penstock.store.database import Database
@@ -19,6 +21,7 @@ from penstock.telemetry import log_event
 from penstock.tenants import Usage
 
 _RETRY_SECONDS = 1.0
+_MAX_COUNT = 2**40  # more than a request can use; the sums of any number of such fit into every database
 
 log = logging.getLogger("penstock.books")
 
@@ -52,6 +55,9 @@ class Books:
     def note(self, usage: Usage | None, settlement: tuple[Lease, Spent] | None) -> "asyncio.Future[None]":
         """Take an entry in; the result is there once it is written, or cannot be for now."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if not (_is_possible(usage) and _is_possible(settlement[1] if settlement is not None else None)):
+            self._drop(usage)
+            usage = settlement = None  # with it the database would refuse all that is written together
         if usage is not None:
             self._next.usage.append(usage)
         if settlement is not None:
@@ -88,6 +94,12 @@ class Books:
             settle(self._database, connection, batch.settlements)
             add_usage(connection, batch.usage)
 
+    def _drop(self, usage: Usage | None) -> None:
+        """Say that an entry is lost. The lease that it would have settled runs out, and stays as it was reserved."""
+        self._metrics.count_store_failure()
+        whose = {"tenant": usage.tenant, "model": usage.model} if usage is not None else {}
+        log_event(log, "usage was lost: nobody can have used so much", level=logging.ERROR, **whose)
+
     async def _keep(self, batch: _Batch, error: StoreUnavailable) -> None:
         """Put a batch back for later, as few entries as it has tenants, models and days."""
         if not self._is_failing:
@@ -99,3 +111,8 @@ class Books:
         batch.release()
         self._next.release()
         await asyncio.sleep(_RETRY_SECONDS)
+
+
+def _is_possible(entry: Usage | Spent | None) -> bool:
+    counts = msgspec.structs.astuple(entry) if entry is not None else ()
+    return all(-_MAX_COUNT < count < _MAX_COUNT for count in counts if isinstance(count, int))

@@ -19,6 +19,7 @@ _CHARACTERS_PER_TOKEN = 4
 _ANSWER_TOKENS = 4096  # of an answer that nobody limited, by a model whose context nobody told
 _MAX_HELD_BYTES = 1024 * 1024
 _ESTIMATE = "estimate"
+_MAX_TOKENS = 2**27  # more than any body holds, or any model writes: who tells more has told nothing
 
 # A quote that stands in an answer's text is escaped, so that this is never found inside one.
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
@@ -42,14 +43,18 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
 
     def write_into(self, record: RequestRecord) -> bool:
-        """Note the counts; return whether there were any."""
+        """Note the counts; return whether there were any that can be."""
         prompt = self.prompt_tokens if self.prompt_tokens is not None else self.input_tokens
         output = self.completion_tokens if self.completion_tokens is not None else self.output_tokens
         if prompt is None and output is None:
             return False
-        record.prompt_tokens, record.output_tokens = max(0, prompt or 0), max(0, output or 0)
+        prompt, output = prompt or 0, output or 0
+        if not (0 <= prompt <= _MAX_TOKENS and 0 <= output <= _MAX_TOKENS):
+            return False
+        record.prompt_tokens, record.output_tokens = prompt, output
         details = self.prompt_tokens_details
-        record.cached_tokens = (details.cached_tokens or 0) if details is not None else 0
+        cached = (details.cached_tokens or 0) if details is not None else 0
+        record.cached_tokens = min(max(0, cached), prompt)
         return True
 
 

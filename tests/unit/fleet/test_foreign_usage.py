@@ -1,6 +1,7 @@
 """What foreign answers cost, read from what they say."""
 
 import itertools
+import json
 
 import msgspec
 import pytest
@@ -81,3 +82,25 @@ def test_the_names_of_newer_apis_are_read_too():
     noted = record()
     read_whole(b'{"usage": {"input_tokens": 4, "output_tokens": 6}}', noted)
     assert (noted.prompt_tokens, noted.output_tokens, noted.usage_source) == (4, 6, "")
+
+
+@pytest.mark.parametrize("counts", [(10**30, 1), (5, 10**30), (-5, 1), (5, -9)])
+def test_counts_that_cannot_be_are_taken_for_none(counts):
+    told = {"prompt_tokens": counts[0], "completion_tokens": counts[1]}
+    body = msgspec.json.encode({"choices": [{"text": "x" * 8}]})[:-1] + b', "usage": %b}' % json.dumps(told).encode()
+    noted = record()
+    read_whole(body, noted)
+    assert (noted.prompt_tokens, noted.output_tokens, noted.usage_source) == (1, 2, "estimate")
+    noted = record()
+    reader = UsageReader(noted, hides_usage=True)
+    reader.feed(b"data: " + body + b"\n\n")
+    reader.note_cost()
+    assert (noted.prompt_tokens, noted.output_tokens, noted.usage_source) == (1, 1, "estimate")
+
+
+@pytest.mark.parametrize(("told", "cached"), [(-7, 0), (10**30, 4), (3, 3)])
+def test_no_more_and_no_less_is_cached_than_can_be(told, cached):
+    noted = record()
+    usage = {"prompt_tokens": 4, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": told}}
+    read_whole(json.dumps({"usage": usage}).encode(), noted)
+    assert (noted.prompt_tokens, noted.cached_tokens) == (4, cached)

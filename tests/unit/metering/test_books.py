@@ -21,6 +21,7 @@ class Store:
     def __init__(self, path) -> None:
         self.database = Database.open(str(path))
         self.transactions = 0
+        self.counts = StoreCounts()
         self.fails = False
 
     def writing(self):
@@ -37,7 +38,7 @@ class Store:
 async def kept(tmp_path):
     store = Store(tmp_path / "s.db")
     with ThreadPoolExecutor(1) as thread:
-        books = Books(store, thread, StoreCounts())
+        books = Books(store, thread, store.counts)
         yield store, books
         await books.close()
     store.database.close()
@@ -70,6 +71,15 @@ async def test_a_failing_store_holds_nobody_up_and_gets_everything_when_it_works
             break
         await asyncio.sleep(0.01)
     assert store.requests() == 20
+
+
+async def test_an_entry_that_is_impossible_is_counted_as_lost_and_costs_no_other(kept, caplog):
+    store, books = kept
+    absurd = Usage(tenant="bob", model="m", day="2026-01-01", prompt_tokens=10**30)
+    await asyncio.gather(books.note(ENTRY, None), books.note(absurd, None), books.note(ENTRY, None))
+    assert store.requests() == 2
+    assert store.counts.num_store_failures == 1
+    assert "usage was lost" in caplog.text
 
 
 async def test_what_is_left_is_written_at_the_end(kept):
