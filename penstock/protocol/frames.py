@@ -22,7 +22,9 @@ FRAMES_HEADER = "x-penstock-frames"
 NO_LEASE = "none"
 _MAX_HEAD_BYTES = 64 * 1024
 _MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
-_COMMON_HEAD = re.compile(rb": ([0-9]{1,8}) ([0-9][0-9,]*)\n")  # tokens of the first choice, which goes on
+_IDS = rb"[0-9]{1,9}(?:,[0-9]{1,9})*"
+_TOKEN_IDS = re.compile(_IDS)
+_COMMON_HEAD = re.compile(rb": ([0-9]{1,8}) (" + _IDS + rb")\n")  # tokens of the first choice, which goes on
 
 
 class ChoiceTokens(NamedTuple):
@@ -139,7 +141,7 @@ class FrameReader:
             index = index if separator else b"0"
             has_ended = ids.endswith(b".")
             ids = ids.removesuffix(b".")
-            if not index.isdigit() or len(index) > 4 or not (ids.replace(b",", b"").isdigit() or not ids):
+            if not index.isdigit() or len(index) > 4 or (ids and not _TOKEN_IDS.fullmatch(ids)):
                 raise BrokenFrames("a frame's tokens are not numbers")
             number = int(index)
             if has_ended:

@@ -38,7 +38,7 @@ from penstock.fleet.router.admin_route import AdminRoute, Handler
 from penstock.fleet.router.connection import Connections, leave_to_reader, read_body
 from penstock.fleet.router.decisions import ROUTE_HEADER, Decision, DecisionLog
 from penstock.fleet.router.dispatch import Dispatcher
-from penstock.fleet.router.downstream import ClientGone
+from penstock.fleet.router.downstream import BEGUN, ClientGone
 from penstock.fleet.router.file_proxy import PATTERN, FileProxy
 from penstock.fleet.router.health import HealthMonitor
 from penstock.fleet.router.metrics import GatewayMetrics
@@ -280,7 +280,7 @@ def _front_door(context: GatewayContext) -> Middleware:
         record = _open_record(request)
         request[RECORD] = record
         try:
-            response = await _answered(request, handler)
+            response = await _whole(request, await _answered(request, handler))
             record.status = response.status
             if not (response.prepared or request.content.is_eof()):
                 response.force_close()  # the rest of the request would stand before the next
@@ -316,6 +316,16 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
     except Exception as error:
         _logger.exception("unexpected failure (request %s)", request[RECORD].request_id)
         return _error(request, error)
+
+
+async def _whole(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+    """Return the response that has begun: what came instead of its rest is said there, and not as one of its own."""
+    begun = request.get(BEGUN)
+    if begun is None or begun.response is response:
+        return response
+    body = response.body if isinstance(response, web.Response) else None
+    await begun.fail(body if isinstance(body, bytes) else b"{}")
+    return begun.response
 
 
 def _own_error(request: web.Request, error: web.HTTPException) -> RequestError:

@@ -10,6 +10,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 _SLOW_SECONDS = 1.0
+_EVENTS = "text/event-stream"
 
 
 class ClientGone(Exception):
@@ -41,9 +42,20 @@ class Downstream:
         except ConnectionError:
             raise ClientGone from None
 
+    async def fail(self, error: bytes) -> None:
+        """End what cannot go on: with an error's document as its last event, or, where it has no events, cut off."""
+        if self.response.content_type != _EVENTS:
+            self.cut()
+            return
+        await self.write(b"\n\ndata: %b\n\n" % error)  # the line breaks end an event that broke off
+        await self.end()
+
     def cut(self) -> None:
         if self._request.transport is not None:
             self._request.transport.abort()
+
+
+BEGUN = web.RequestKey("begun", Downstream)  # what a request's answer has begun with: no other may follow
 
 
 async def begin_stream(request: web.Request, response: web.StreamResponse) -> Downstream:
@@ -55,4 +67,5 @@ async def begin_stream(request: web.Request, response: web.StreamResponse) -> Do
     except ConnectionError:
         raise ClientGone from None
     assert writer is not None  # None: the response was ended before
-    return Downstream(request, response, writer)
+    downstream = request[BEGUN] = Downstream(request, response, writer)
+    return downstream

@@ -37,12 +37,14 @@ class Exchange:
     seed: int  # for a stream that may move to another replica: there it must draw the same
     is_counted_here: bool = False  # by the gateway, and not by the replica that has it
     avoid: set[str] = field(default_factory=set)
+    blamed: set[str] = field(default_factory=set)  # URLs of replicas that broke its stream, once or more often
     num_failures: int = 0  # in a row
+    num_breaks: int = 0  # of its stream, in all
     refusal: ErrorReply | None = None  # of the replica that failed it last
     trial: Trial | None = None  # of the replica that has it, where versions are compared
 
     def note_progress(self) -> None:
-        """The caller got something: whatever failed before that is forgotten."""
+        """The caller got much further: whatever failed before that is forgotten."""
         self.num_failures = 0
         self.avoid.clear()
 

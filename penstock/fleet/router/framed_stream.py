@@ -13,7 +13,7 @@ from penstock.fleet.rollout.trial import Trial
 from penstock.fleet.router.dispatch import Placement
 from penstock.fleet.router.downstream import Downstream
 from penstock.fleet.router.replica_client import Answer
-from penstock.fleet.router.upstream import UPSTREAM_ERRORS, note_failure, note_refusal
+from penstock.fleet.router.upstream import UPSTREAM_ERRORS, blame, note_failure, note_refusal
 from penstock.protocol.frames import FRAMES_HEADER, NO_LEASE, BrokenFrames, FrameReader
 
 
@@ -25,11 +25,18 @@ class _ChunkHead(msgspec.Struct):
 
 
 class FramedStream:
-    def __init__(self, downstream: Downstream, sift: Callable[[bytes], bytes] | None, trial: Trial | None) -> None:
-        """`sift` returns what the caller gets of the events, where that is not all; a trial that scores gets all."""
+    def __init__(
+        self, downstream: Downstream, sift: Callable[[bytes], bytes] | None, trial: Trial | None, blamed: set[str]
+    ) -> None:
+        """`sift` returns what the caller gets of the events, where that is not all; a trial that scores gets all.
+
+        `blamed` are the replicas, by URL, which the request has failed on: none is blamed for it twice.
+        """
         self.reader = FrameReader()
-        self.first_events = b""
         self.why = ""  # the last replica that failed did so
+        self.num_tokens_before = 0  # the newest replica had it
+        self._head: _ChunkHead | None = None  # None: the caller has seen nothing yet
+        self._blamed = blamed
         self._first_at: float | None = None
         self.lease: str | None = None  # that the newest replica holds for it
         self._downstream = downstream
@@ -41,9 +48,22 @@ class FramedStream:
         """Tokens that the caller has."""
         return sum(map(len, self.reader.token_ids))
 
-    async def follow(self, placement: Placement, upstream: Answer) -> bool:
-        """Pass frames on until the last, or until the replica fails; return whether any came."""
+    @property
+    def has_begun(self) -> bool:
+        """Whether the caller has any of it."""
+        return self._head is not None
+
+    def start_over(self) -> None:
+        """Forget what the caller has not seen: another replica goes on behind the rest."""
+        if self.has_begun:
+            self.reader.start_over()
+        else:
+            self.reader = FrameReader()
+
+    async def follow(self, placement: Placement, upstream: Answer) -> None:
+        """Pass frames on until the last, or until the replica fails."""
         breaker, reader = placement.replica.breaker, self.reader
+        self.num_tokens_before = self.num_tokens
         told = upstream.headers.get(FRAMES_HEADER, NO_LEASE)
         self.lease = told if told != NO_LEASE else None
         came = False
@@ -53,36 +73,36 @@ class FramedStream:
                 if events:
                     if not came:
                         came = True
+                        if self._head is None and not reader.finished:
+                            self._head = _chunk_head(events)  # or nobody could go on behind it
                         self._first_at = self._first_at or time.monotonic()
                         breaker.on_answer()
-                        self.first_events = self.first_events or events
                     if passed := events if self._sift is None else self._sift(events):
                         await self._downstream.write(passed)
                     if self._scored is not None:
                         self._scored.keep(events)
                 if reader.finished:
                     breaker.on_success()
-                    return came
+                    return
                 if reader.failure is not None:
                     self.why = f"it gave up with {reader.failure}"
-                    note_refusal(placement.replica, 500, reader.failure)
-                    return came
+                    note_refusal(placement.replica, 500, reader.failure, self._blamed)
+                    return
             self.why = "it ended a stream early"
-            breaker.on_failure(self.why)
+            blame(placement.replica, self.why, self._blamed)
         except UPSTREAM_ERRORS as error:
             # Servers cut readers that stop: whoever reads slowly must not have replicas ejected.
             self.why = "its caller read too slowly"
             if not self._downstream.was_slow:
-                self.why = note_failure(placement.replica, error)
+                self.why = note_failure(placement.replica, error, self._blamed)
         except BrokenFrames as error:
             self.why = str(error)
-            breaker.on_failure(self.why)
+            blame(placement.replica, self.why, self._blamed)
         finally:
             if reader.finished:
                 upstream.leave()
             else:
                 upstream.close()  # or the answer could run on there while another replica goes on with it
-        return came
 
     def tell(self, trial: Trial) -> None:
         """Say what became of the stream on its first replica."""
@@ -94,14 +114,21 @@ class FramedStream:
 
     def continuation(self, body: bytes) -> bytes:
         """Return the body that asks for the rest of an answer; the whole of it where nothing was seen yet."""
-        token_ids = self.reader.token_ids
-        if not token_ids:
+        token_ids, head = self.reader.token_ids, self._head
+        if head is None or not token_ids:
             return body
         document = msgspec.json.decode(body)
-        event = self.first_events.partition(b"data: ")[2].partition(b"\n")[0]
-        head = msgspec.json.decode(event, type=_ChunkHead)
         begun: dict[str, object] = {"id": head.id, "created": head.created, "token_ids": token_ids}
         if self.reader.ended_choices:
             begun["ended"] = self.reader.ended_choices
         document["continue_from"] = begun
         return msgspec.json.encode(document)
+
+
+def _chunk_head(events: bytes) -> _ChunkHead:
+    """Return what the first of these events tells of all that follow. Raises BrokenFrames."""
+    event = events.partition(b"data: ")[2].partition(b"\n")[0]
+    try:
+        return msgspec.json.decode(event, type=_ChunkHead)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise BrokenFrames("its frames hold no chunks of an answer") from None

@@ -52,6 +52,9 @@ from penstock.tenants import Voucher
 
 # Replicas that may fail a request in a row before it is given up: one that kills replicas must not kill them all.
 MAX_ATTEMPTS = 3
+# Of a stream, beyond the first: what a replica must have added to it for a new row to begin, and how many breaks in all.
+_PROGRESS_TOKENS = 8
+_MAX_BREAKS = 16
 # Of an answer that is no stream. What is held can be had from another replica where this one breaks off; what is larger
 # is passed on as it comes, unless its cost must be read.
 _HELD_BYTES = 1024 * 1024
@@ -350,19 +353,16 @@ class Proxy:
     async def _carry_frames(self, passage: _Passage) -> bool:
         """Pass a framed stream on, as `_carry` does, and have another replica go on with it where this one fails."""
         exchange, placement = passage.exchange, passage.placement
-        stream = FramedStream(passage.downstream, passage.sift, exchange.trial)
-        reader = stream.reader
-        if await stream.follow(placement, passage.upstream):
-            exchange.note_progress()
+        stream = FramedStream(passage.downstream, passage.sift, exchange.trial, exchange.blamed)
+        await stream.follow(placement, passage.upstream)
         if exchange.trial is not None:
             stream.tell(exchange.trial)
         failure_events, cause = b"", _Break(placement.replica, stream.why, time.monotonic())
-        while not reader.finished and exchange.num_failures < MAX_ATTEMPTS:
+        while not stream.reader.finished and self._may_go_on(exchange, stream):
             placement.release()
-            exchange.num_failures += 1
             exchange.avoid.add(placement.replica.url)
-            failure_events = reader.failure_events or failure_events
-            reader.start_over()
+            failure_events = stream.reader.failure_events or failure_events
+            stream.start_over()
             other = await self._place_again(exchange)
             if other is None:
                 break
@@ -372,10 +372,19 @@ class Proxy:
                     cause = _Break(placement.replica, stream.why, time.monotonic())
             finally:
                 placement.release()
-        if not reader.finished:
+        if not stream.reader.finished:
             exchange.account.lose()
             await self._end_with_error(exchange, placement.replica, stream.why, passage.downstream, failure_events)
-        return reader.finished
+        return stream.reader.finished
+
+    @staticmethod
+    def _may_go_on(exchange: Exchange, stream: FramedStream) -> bool:
+        """Count that a stream broke; return whether another replica may be tried."""
+        if stream.num_tokens - stream.num_tokens_before >= _PROGRESS_TOKENS:
+            exchange.note_progress()
+        exchange.num_failures += 1
+        exchange.num_breaks += 1
+        return exchange.num_failures <= MAX_ATTEMPTS and exchange.num_breaks <= _MAX_BREAKS
 
     async def _place_again(self, exchange: Exchange) -> Placement | None:
         urgency = dataclasses.replace(exchange.urgency, first_token_by=None)  # the caller has had it
@@ -388,12 +397,11 @@ class Proxy:
     async def _go_on(self, exchange: Exchange, placement: Placement, stream: FramedStream, cause: _Break) -> bool:
         """Have a replica go on with a stream behind what the caller has seen; return whether it did."""
         has_moved = False
-        has_begun = bool(stream.first_events)
         body = with_time_left(
             stream.continuation(exchange.replica_body()),
             exchange.urgency,
             time.monotonic(),
-            has_begun=has_begun,
+            has_begun=stream.has_begun,
         )
         try:
             async with await self._open(exchange, placement, body, stream.lease) as upstream:
@@ -405,15 +413,14 @@ class Proxy:
                     if upstream.status == 429:
                         self._dispatcher.note_full(placement.replica, retry_after_seconds(upstream.headers))
                     else:
-                        note_refusal(placement.replica, upstream.status, code)
+                        note_refusal(placement.replica, upstream.status, code, exchange.blamed)
                     return False
                 has_moved = True
                 self._note_moved(exchange, placement, stream, cause)
                 self._note_prompt(exchange, placement, upstream)
-                if await stream.follow(placement, upstream):
-                    exchange.note_progress()
+                await stream.follow(placement, upstream)
         except UPSTREAM_ERRORS as error:
-            stream.why = note_failure(placement.replica, error)
+            stream.why = note_failure(placement.replica, error, exchange.blamed)
         return has_moved
 
     def _note_moved(self, exchange: Exchange, placement: Placement, stream: FramedStream, cause: _Break) -> None:

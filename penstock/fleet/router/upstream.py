@@ -148,7 +148,18 @@ def retry_after_seconds(headers: Mapping[str, str]) -> float | None:
     return None
 
 
-def note_failure(replica: Replica, error: BaseException) -> str:
+def blame(replica: Replica, reason: str, blamed: set[str] | None) -> None:
+    """Tell a replica's breaker of a failure, unless it is among those on which the same request has been blamed.
+
+    However often one request is tried, and whatever it does to replicas, it must not have any of them ejected.
+    """
+    if blamed is None or replica.url not in blamed:
+        replica.breaker.on_failure(reason)
+    if blamed is not None:
+        blamed.add(replica.url)
+
+
+def note_failure(replica: Replica, error: BaseException, blamed: set[str] | None = None) -> str:
     """Tell a replica's breaker of a request that failed on the way; return what was told."""
     is_refused = isinstance(error, aiohttp.ClientConnectorError | ReplicaUnreachable)
     if is_refused:
@@ -157,7 +168,10 @@ def note_failure(replica: Replica, error: BaseException) -> str:
         reason = "it did not answer in time"
     else:
         reason = "it broke a connection"
-    replica.breaker.on_failure(reason, is_fatal=is_refused)
+    if is_refused:
+        replica.breaker.on_failure(reason, is_fatal=True)
+    else:
+        blame(replica, reason, blamed)
     return reason
 
 
@@ -170,9 +184,9 @@ def _why_unreachable(error: BaseException) -> str:
     return "it refuses connections"
 
 
-def note_refusal(replica: Replica, status: int, code: str) -> None:
+def note_refusal(replica: Replica, status: int, code: str, blamed: set[str] | None = None) -> None:
     """Tell a replica's breaker of an answer that only another replica can make good."""
     if code in (EngineUnavailable.code, "not_ready"):
         replica.breaker.on_probe(False, f"it answered {code}")
     elif code != Overloaded.code:
-        replica.breaker.on_failure(f"it answered {status} {code}".rstrip())
+        blame(replica, f"it answered {status} {code}".rstrip(), blamed)

@@ -18,6 +18,7 @@ from penstock.errors import Overloaded
 from penstock.fleet.adapters.interface import ServedModel
 from penstock.fleet.config import FleetConfig, ModelSection, ReplicaEntry
 from penstock.fleet.replica import ReplicaPool
+from penstock.fleet.router import proxy
 from penstock.fleet.router.dispatch import Dispatcher, Wish
 from penstock.fleet.router.urgency import Urgency
 from penstock.protocol.frames import FRAMES_HEADER, ChoiceTokens, failure_frame, frame, last_frame
@@ -459,6 +460,69 @@ async def test_a_stream_that_breaks_every_replica_is_given_up():
         assert text_of(events[:1]) == "one "
         assert events[-1]["error"]["code"] == "engine_failed"
         assert sum(len(replica.received) for replica in replicas) <= 4
+
+
+@pytest.mark.parametrize(("num_tokens", "most"), [(1, 4), (8, 17)])
+async def test_a_stream_that_breaks_every_replica_further_on_is_given_up_and_has_none_ejected(num_tokens, most):
+    async def die_further_on(replica, request, body):
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", FRAMES_HEADER: "lease-1"})
+        await response.prepare(request)
+        await response.write(frame(chunk("word "), ChoiceTokens(0, [7] * num_tokens)))
+        await asyncio.sleep(0)
+        request.transport.close()
+        return response
+
+    replicas = [FakeReplica(answer=die_further_on) for _ in range(3)]
+    async with all_running(replicas), running_gateway(*replicas) as running:
+        events = events_in(await (await running.ask(stream=True)).read())
+        assert events[-1]["error"]["code"] == "engine_failed"
+        assert sum(len(replica.received) for replica in replicas) == most
+        assert [replica.breaker.num_ejections for replica in running.gateway.pool] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        frame(b"data: hello\n\n", ChoiceTokens(0, [12])),
+        frame(b'data: {"choices": []}\n\n', ChoiceTokens(0, [12])),
+        frame(b"", ChoiceTokens(0, [12])),
+        frame(chunk("x"), ChoiceTokens(0, [10**50])),
+        b": 0 " + b"9" * 5000 + b"\n",
+    ],
+)
+async def test_garbage_in_frames_is_its_replicas_failure(garbage):
+    async def answer(replica, request, body):
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", FRAMES_HEADER: "lease-1"})
+        await response.prepare(request)
+        await response.write(garbage)
+        await asyncio.sleep(0.02)
+        request.transport.close()
+        return response
+
+    words = ("one ", "two")
+    async with (
+        FakeReplica(answer=answer).running() as bad,
+        FakeReplica(answer=framed(*words)).running() as good,
+        running_gateway(bad, good) as running,
+    ):
+        while not bad.received:
+            events = events_in(await (await running.ask(stream=True)).read())
+        assert text_of(events) == "one two"
+        assert events[-1] == "[DONE]"
+        assert "continue_from" not in good.received[-1]
+
+
+async def test_an_unexpected_failure_in_the_middle_of_a_stream_ends_it_with_an_error_event(monkeypatch, caplog):
+    async def fail(self, placement, upstream):
+        await self._downstream.write(b'data: {"choi')
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(proxy.FramedStream, "follow", fail)
+    async with FakeReplica(answer=framed("one")).running() as one, running_gateway(one) as running:
+        half, error = (await (await running.ask(stream=True)).read()).strip().split(b"\n\n")
+        assert half == b'data: {"choi'
+        assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "internal_error"
+    assert "unforeseen" in caplog.text
 
 
 async def test_both_replicas_of_a_moved_stream_get_one_seed():
