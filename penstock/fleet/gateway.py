@@ -94,6 +94,7 @@ class Gateway:
         self.rollouts = Rollouts(split, self.pool, self._session, book, metrics.count_shadow)
         self.registration = Registration(self.pool, config.discovery.lease_seconds)
         self.monitor = HealthMonitor(self.pool, self._session, dispatcher.call_waiting, introductions)
+        connections = Connections(Crowd(limits, metrics.count_cut))
         self.context = GatewayContext(
             config=config,
             pool=self.pool,
@@ -102,8 +103,8 @@ class Gateway:
             monitor=self.monitor,
             dispatcher=dispatcher,
             proxy=Proxy(self._client, dispatcher, metrics, self.rollouts.trials, fleet_secret),
-            files=FileProxy(self._session, self.pool, limits),
-            connections=Connections(Crowd(limits, metrics.count_cut)),
+            files=FileProxy(self._session, self.pool, connections),
+            connections=connections,
             metrics=metrics,
             decisions=DecisionLog(),
             registration=self.registration,

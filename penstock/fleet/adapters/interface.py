@@ -12,6 +12,10 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+# Real servers have a few lines that count, and a name for each adapter. Who has far more would hold up the gateway.
+_MAX_CHARACTERS = 64 * 1024  # in the lines of metrics that count
+_MAX_MODELS = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -110,6 +114,8 @@ class ReplicaAdapter:
         # Only the lines that count: a server may have thousands.
         starts = tuple(name.partition("{")[0] for name in named)
         lines = "\n".join(line for line in text.splitlines() if line.startswith(starts))
+        if len(lines) > _MAX_CHARACTERS:
+            raise ValueError("no server has so many metrics of one name")
         for family in text_string_to_metric_families(lines + "\n"):
             yield from family.samples
 
@@ -122,6 +128,8 @@ class ReplicaAdapter:
         entries = document.get("data") if isinstance(document, Mapping) else None
         if not isinstance(entries, list):
             raise ValueError("this is no list of models")
+        if len(entries) > _MAX_MODELS:
+            raise ValueError("no server has so many models")
         return tuple(self._model(entry) for entry in _named(entries))
 
     def _model(self, entry: Mapping[str, Any]) -> ServedModel:

@@ -38,7 +38,7 @@ from penstock.fleet.router.admin_route import AdminRoute, Handler
 from penstock.fleet.router.connection import Connections, leave_to_reader, read_body
 from penstock.fleet.router.decisions import ROUTE_HEADER, Decision, DecisionLog
 from penstock.fleet.router.dispatch import Dispatcher
-from penstock.fleet.router.downstream import BEGUN, ClientGone
+from penstock.fleet.router.downstream import BEGUN, ClientGone, Downstream
 from penstock.fleet.router.file_proxy import PATTERN, FileProxy
 from penstock.fleet.router.health import HealthMonitor
 from penstock.fleet.router.metrics import GatewayMetrics
@@ -125,7 +125,7 @@ def _add_route(app: web.Application, method: str, path: str, handler: Handler) -
 
 def _admin_routes(context: GatewayContext) -> list[AdminRoute]:
     async def read(request: web.Request) -> bytes:
-        return await read_body(request, context.max_body_bytes, context.connections.limits)
+        return await read_body(request, context.max_body_bytes, context.connections)
 
     return [
         *admin_routes(
@@ -158,7 +158,7 @@ class _Routes:
         record.route = record.path
         caller = self._identify(request)
         check_json(request.headers)
-        body = await read_body(request, context.max_body_bytes, context.connections.limits)
+        body = await read_body(request, context.max_body_bytes, context.connections)
         head = read_head(body)
         model = context.config.aliases.get(head.model, head.model)
         self._check_model(head.model, model, caller)
@@ -320,7 +320,7 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
 
 async def _whole(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
     """Return the response that has begun: what came instead of its rest is said there, and not as one of its own."""
-    begun = request.get(BEGUN)
+    begun: Downstream | None = request.get(BEGUN)
     if begun is None or begun.response is response:
         return response
     body = response.body if isinstance(response, web.Response) else None

@@ -37,7 +37,7 @@ class _Reading(enum.Enum):
 class GuardedConnection(asyncio.Protocol):
     """aiohttp's connection, under `ConnectionLimits`."""
 
-    def __init__(self, inner: web.RequestHandler, connections: "Connections") -> None:
+    def __init__(self, inner: "_Handler", connections: "Connections") -> None:
         self._inner = inner
         self._connections = connections
         self._limits = connections.limits
@@ -47,6 +47,7 @@ class GuardedConnection(asyncio.Protocol):
         self._reading = _Reading.NOTHING
         self._head_bytes = 0
         self._tail = b""  # of the head, in which its end may have begun
+        self._ahead_bytes = 0  # that came behind a request before it was answered
         self._clock: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
         self.own_address: str | None = None  # that it came to; None: a Unix socket
@@ -87,6 +88,7 @@ class GuardedConnection(asyncio.Protocol):
         """A request has been answered: what comes next begins another."""
         if self._reading is _Reading.REQUEST:
             self._reading = _Reading.NOTHING
+            self._ahead_bytes = 0
             self._connections.crowd.note_idle(self)
 
     # ------------------------------------------------------------ reading
@@ -94,6 +96,11 @@ class GuardedConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
+        if self._reading is _Reading.REQUEST and self._inner.has_whole_request:
+            self._ahead_bytes += len(data)
+            if self._ahead_bytes > self._limits.max_head_bytes:
+                self._cut(Cut.PIPELINE)
+                return
         begins = self._reading is _Reading.NOTHING and bool(data.lstrip(b"\r\n"))  # empty lines begin no request
         if begins:
             self._reading = _Reading.HEAD
@@ -172,6 +179,12 @@ class _Handler(web.RequestHandler):
     """aiohttp's part of a connection. Where it answers by itself, so as everything else here does."""
 
     __slots__ = ()
+
+    @property
+    def has_whole_request(self) -> bool:
+        """Whether all of the request came that is being answered: what comes now is sent ahead."""
+        request = self._current_request
+        return request is not None and request.content.is_eof()
 
     def handle_error(
         self,
@@ -276,7 +289,7 @@ class GuardedSite(web.BaseSite):
         self._server = await factory(connect, sock=self._listener, backlog=self._backlog)
 
 
-async def read_body(request: web.Request, max_bytes: int, limits: ConnectionLimits) -> bytes:
+async def read_body(request: web.Request, max_bytes: int, connections: Connections) -> bytes:
     """Return a request's body. Raises BodyTooLarge, or RequestTimeout for one that comes too slowly."""
     if (request.content_length or 0) > max_bytes:
         raise BodyTooLarge(max_bytes)
@@ -284,7 +297,7 @@ async def read_body(request: web.Request, max_bytes: int, limits: ConnectionLimi
     # Nearly always it has come with its head.
     data = content.read_nowait()
     pieces, size = [data], len(data)
-    clock = None if content.at_eof() else BodyClock(request, limits)
+    clock = None if content.at_eof() else BodyClock(request, connections)
     try:
         while clock is not None and (data := await clock.next()):
             size += len(data)
@@ -301,10 +314,10 @@ async def read_body(request: web.Request, max_bytes: int, limits: ConnectionLimi
 class BodyClock:
     """Gives a body as it comes, which may take some seconds, and more for what has arrived."""
 
-    def __init__(self, request: web.Request, limits: ConnectionLimits) -> None:
+    def __init__(self, request: web.Request, connections: Connections) -> None:
         self._request = request
-        self._limits = limits
-        self._deadline = asyncio.get_running_loop().time() + limits.body_seconds
+        self._connections = connections
+        self._deadline = asyncio.get_running_loop().time() + connections.limits.body_seconds
         self._is_awaited = request.headers.get("expect", "").lower() == "100-continue"
 
     async def next(self) -> bytes:
@@ -312,9 +325,13 @@ class BodyClock:
         if self._is_awaited and self._request.version >= HttpVersion11:
             await self._request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._is_awaited = False
-        async with asyncio.timeout_at(self._deadline):
-            data = await self._request.content.readany()
-        self._deadline += len(data) / self._limits.body_bytes_per_second
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                data = await self._request.content.readany()
+        except TimeoutError:
+            self._connections.crowd.on_cut(Cut.BODY)
+            raise
+        self._deadline += len(data) / self._connections.limits.body_bytes_per_second
         return data
 
 

@@ -9,10 +9,9 @@ from collections.abc import AsyncIterator
 import aiohttp
 from aiohttp import web
 
-from penstock.connection_limits import ConnectionLimits
 from penstock.errors import EngineFailed, EngineUnavailable, RouteNotFound, UnknownModel
 from penstock.fleet.replica import Replica, ReplicaPool
-from penstock.fleet.router.connection import BodyClock, read_body
+from penstock.fleet.router.connection import BodyClock, Connections, read_body
 from penstock.fleet.router.downstream import begin_stream
 from penstock.fleet.router.upstream import (
     RETRIED_STATUSES,
@@ -30,10 +29,10 @@ PATTERN = r"/v1/{kind:files|batches}{rest:(?:/[A-Za-z0-9_-]+){0,2}}"
 
 
 class FileProxy:
-    def __init__(self, session: aiohttp.ClientSession, pool: ReplicaPool, limits: ConnectionLimits) -> None:
+    def __init__(self, session: aiohttp.ClientSession, pool: ReplicaPool, connections: Connections) -> None:
         self._session = session
         self._pool = pool
-        self._limits = limits
+        self._connections = connections
 
     async def forward(
         self, request: web.Request, request_id: str, *, max_body_bytes: int, has_keys: bool
@@ -41,11 +40,11 @@ class FileProxy:
         """Answer a request with what a replica answers. Raises PenstockError where none does, and ClientGone."""
         check_encoding(request.headers)
         is_upload = request.method == "POST" and request.match_info["kind"] == "files"
-        body = None if is_upload else await read_body(request, max_body_bytes, self._limits)
+        body = None if is_upload else await read_body(request, max_body_bytes, self._connections)
         refusal: web.Response | None = None
         for replica in self._candidates():
             headers = request_headers(request.headers, replica, request_id, has_keys=has_keys)
-            data = _pieces(request, self._limits) if body is None else body
+            data = _pieces(request, self._connections) if body is None else body
             if body is None and request.content_length is not None:
                 headers["content-length"] = str(request.content_length)  # or the replica could refuse it only late
             try:
@@ -112,9 +111,9 @@ async def _refusal(request_id: str, upstream: aiohttp.ClientResponse) -> tuple[w
     return web.Response(status=upstream.status, body=body, headers=headers), error_code(body)
 
 
-async def _pieces(request: web.Request, limits: ConnectionLimits) -> AsyncIterator[bytes]:
+async def _pieces(request: web.Request, connections: Connections) -> AsyncIterator[bytes]:
     """Yield an upload as it comes; one that comes too slowly is cut."""
-    clock = BodyClock(request, limits)
+    clock = BodyClock(request, connections)
     try:
         while data := await clock.next():
             yield data

@@ -28,8 +28,12 @@ from penstock.fleet.supervision import attempt
 from penstock.protocol.identity import IDENTITY_HEADER, Identity, decode_identity
 
 _MODELS_EVERY = 10  # probes
-_MAX_BYTES = 8 * 1024 * 1024  # of what a replica tells of itself
+_MAX_BYTES = 1024 * 1024  # of what a replica tells of itself
 _REFUSED_US = (401, 403)
+
+
+class _TooLarge(aiohttp.ClientPayloadError):
+    """A replica tells more of itself than anybody wants to know."""
 
 
 class _Answer(NamedTuple):
@@ -152,13 +156,14 @@ class HealthMonitor:
         try:
             answer = await self._ask(replica, path)
             if answer.status == 200:
-                replica.note_load(replica.adapter.load(answer.body.decode("utf-8", "replace")))
-        except UPSTREAM_ERRORS:
-            return  # requests in flight are known all the same
-        except ValueError:
+                text = answer.body.decode("utf-8", "replace")
+                replica.note_load(await asyncio.to_thread(replica.adapter.load, text))  # it can take long
+        except (ValueError, _TooLarge):
             replica.note_load(None)
             self._note_missed(replica, path, f"{path} gives no load that can be read")
             return
+        except UPSTREAM_ERRORS:
+            return  # requests in flight are known all the same
         if answer.status in _REFUSED_US:
             self._note_missed(replica, path, _key_advice(replica, path, answer.status))
         else:
@@ -179,7 +184,7 @@ class HealthMonitor:
             identity = decode_identity(response.headers.get(IDENTITY_HEADER, ""))
             body = await read_beginning(response, _MAX_BYTES + 1)
             if len(body) > _MAX_BYTES:
-                raise aiohttp.ClientPayloadError
+                raise _TooLarge
             return _Answer(response.status, body, identity)
 
 

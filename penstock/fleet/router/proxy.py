@@ -52,7 +52,7 @@ from penstock.tenants import Voucher
 
 # Replicas that may fail a request in a row before it is given up: one that kills replicas must not kill them all.
 MAX_ATTEMPTS = 3
-# Of a stream, beyond the first: what a replica must have added to it for a new row to begin, and how many breaks in all.
+# Of a stream that has begun: what a replica must add to it for a new row to begin, and how often it may break in all.
 _PROGRESS_TOKENS = 8
 _MAX_BREAKS = 16
 # Of an answer that is no stream. What is held can be had from another replica where this one breaks off; what is larger

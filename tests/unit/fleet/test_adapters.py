@@ -96,6 +96,18 @@ def test_numbers_that_no_load_can_have_are_refused(value):
         ADAPTERS.load("vllm").load(f"vllm:num_requests_running {value}\n")
 
 
+def test_more_metrics_of_one_name_than_a_server_has_are_refused_unread():
+    lines = "".join(f'vllm:num_requests_running{{model_name="{number}"}} 1\n' for number in range(3000))
+    with pytest.raises(ValueError, match="so many"):
+        ADAPTERS.load("vllm").load(lines)
+
+
+def test_more_models_than_a_server_has_are_refused():
+    entries = ",".join(f'{{"id": "{number}"}}' for number in range(5000))
+    with pytest.raises(ValueError, match="so many"):
+        ADAPTERS.load("vllm").models(f'{{"data": [{entries}]}}'.encode())
+
+
 @pytest.mark.parametrize("length", ["-1", "true", '"9"'])
 def test_what_can_be_no_context_is_not_taken_for_one(length):
     body = f'{{"data": [{{"id": "m", "max_model_len": {length}}}]}}'.encode()

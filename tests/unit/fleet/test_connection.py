@@ -90,6 +90,7 @@ async def test_a_body_that_does_not_come_is_answered_408():
         writer.write(HEAD + b"content-length: 40\r\n\r\n" + BODY[:10])
         assert b" 408 " in await reader.readline()
         assert not replica.received
+        assert await cuts(running, "body")
 
 
 async def test_a_body_that_drips_is_answered_408():
@@ -163,6 +164,23 @@ async def test_a_connection_that_says_nothing_is_closed():
     async with limited(idle_seconds=0.1) as (running, _), connected(running) as (reader, writer):
         writer.write(b"\r\n\r\n")  # begins no request
         assert await asyncio.wait_for(reader.read(), 5) == b""
+
+
+async def test_a_head_sent_ahead_is_bounded_like_any_other():
+    async def wait(replica, request, body):
+        await asyncio.Event().wait()
+
+    async with limited(wait) as (running, replica), connected(running) as (reader, writer):
+        writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY)
+        await until(lambda: replica.received)
+        writer.write(LIVE + LIVE[:-2])
+        with contextlib.suppress(ConnectionError):
+            for number in range(10):
+                writer.write(b"x-%d: %b\r\n" % (number, b"y" * 60_000))
+                await writer.drain()
+                await asyncio.sleep(0.01)
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+        assert await cuts(running, "pipeline")
 
 
 async def test_requests_one_after_the_other_each_have_their_time():

@@ -762,7 +762,7 @@ async def test_the_metrics_are_those_of_the_document():
         assert exposed == {name.removesuffix("_total") for name in documented}
 
 
-@pytest.mark.parametrize("rest", ["NaN", '{model="a", ="b"} 1'])
+@pytest.mark.parametrize("rest", ["NaN", '{model="a", ="b"} 1', "1\n" + "# much\n" * 200_000])
 async def test_a_replica_whose_metrics_cannot_be_read_is_served_from_and_probed_like_the_others(rest, caplog):
     metrics = f"penstock_total_running_requests {rest}\n"
     async with (
