@@ -19,6 +19,7 @@ from penstock.fleet.autoscaler.policies.registry import SCALE_POLICIES
 from penstock.fleet.config import AutoscalerSection, DiscoverySection, FleetConfig, ModelSection, ReplicaEntry
 from penstock.fleet.rollout.plan import VERSION_NAME, check_rollout
 from penstock.fleet.router.policies.registry import POLICIES
+from penstock.fleet.server_place import default_port, place_of
 
 _OPTION = "--fleet"
 _OWN_PATHS = frozenset({"models", "completions", "metrics", "health", "ready", "live", "admin"})  # no server's address
@@ -98,7 +99,7 @@ def check_not_itself(config: FleetConfig, host: str, port: int) -> None:
     own |= _LOOPBACK if own & _LOOPBACK else set()
     for entry in config.replicas:
         parts = urlsplit(entry.url)
-        if parts.hostname in own and (parts.port or _default_port(parts.scheme)) == port:
+        if parts.hostname in own and (parts.port or default_port(parts.scheme)) == port:
             raise ConfigError("--replica", entry.url, "this is the gateway's own address: give the URLs of servers")
 
 
@@ -110,10 +111,22 @@ def _check_discovery(discovery: DiscoverySection) -> None:
             _check_version(f"{where}version", found.version)
             if isinstance(found.port, int) and not 1 <= found.port <= _MAX_PORT:
                 raise ConfigError(f"{where}port", found.port, f"give a port of 1 to {_MAX_PORT}")
+    _check_sources("dns", [f"{section.name}:{section.port}" for section in discovery.dns])
+    services = [f"{section.namespace or ''}/{section.service}:{section.port}" for section in discovery.kubernetes]
+    _check_sources("kubernetes", services)
     for number, section in enumerate(discovery.dns):
         if not _is_host(section.name):
             option = f"{_OPTION} discovery.dns[{number}].name"
             raise ConfigError(option, section.name[:200], f"this can be no host: give {_HOST_RULE}")
+
+
+def _check_sources(kind: str, places: Sequence[str]) -> None:
+    """Raise where two entries find the same replicas: what each says of them would be the other's to change."""
+    for number, place in enumerate(places):
+        first = places.index(place)
+        if first < number:
+            right = f"discovery.{kind}[{first}] finds the same replicas: name them once"
+            raise ConfigError(f"{_OPTION} discovery.{kind}[{number}]", place[:200], right)
 
 
 def _check_autoscaler(where: str, section: AutoscalerSection) -> None:
@@ -141,7 +154,7 @@ def _check_autoscaler(where: str, section: AutoscalerSection) -> None:
 def _check_url(option: str, url: str) -> None:
     try:
         parts = urlsplit(url)
-        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         # urlsplit passes over tabs and line breaks.
         is_usable = is_usable and url.isprintable() and " " not in parts.path
     except ValueError:
@@ -172,17 +185,12 @@ def _is_host(name: str) -> bool:
 def _check_different(listed: Sequence[ReplicaEntry], named: Sequence[ReplicaEntry]) -> None:
     """Raise where a server is there twice: what the second says of it would be lost."""
     options = [f"{_OPTION} replicas[{number}].url" for number in range(len(listed))] + ["--replica"] * len(named)
-    seen: dict[object, str] = {}
+    seen: dict[str, str] = {}
     for option, entry in zip(options, [*listed, *named], strict=True):
-        parts = urlsplit(entry.url)
-        place = parts.scheme, parts.hostname, parts.port or _default_port(parts.scheme), parts.path.rstrip("/")
+        place = place_of(entry.url)
         if place in seen:
             raise ConfigError(option, entry.url[:200], f"{seen[place]} is the same server: name it once")
         seen[place] = option
-
-
-def _default_port(scheme: str) -> int:
-    return 443 if scheme == "https" else 80
 
 
 def _check_aliases(aliases: Mapping[str, str]) -> None:

@@ -18,6 +18,7 @@ from penstock.fleet.breaker import Breaker, Standing, StandingChange
 from penstock.fleet.cached_blocks import CachedBlocks
 from penstock.fleet.config import HealthSection, ReplicaEntry
 from penstock.fleet.event_log import EventLog
+from penstock.fleet.server_place import place_of
 from penstock.protocol.identity import Identity
 
 Clock = Callable[[], float]
@@ -121,7 +122,7 @@ class Replica:
 
 
 class ReplicaPool:
-    """All replicas by URL. A replica may be known to several sources, and goes when the last lets go of it."""
+    """All replicas by their place. A replica may be known to several sources, and goes when the last lets go of it."""
 
     def __init__(
         self, health: HealthSection, clock: Clock = time.monotonic, *, default_key_file: str | None = None
@@ -140,38 +141,38 @@ class ReplicaPool:
         return len(self._replicas)
 
     def find(self, url: str) -> Replica | None:
-        return self._replicas.get(url.rstrip("/"))
+        return self._replicas.get(place_of(url))
 
     def replace(self, source: str, entries: Iterable[ReplicaEntry]) -> None:
         """Take these replicas for all those that `source` knew before."""
-        wanted = {entry.url.rstrip("/"): entry for entry in entries}
+        wanted = {place_of(entry.url): entry for entry in entries}
         for entry in wanted.values():
             self.add(source, entry)
-        for url in [url for url, sources in self._sources.items() if source in sources and url not in wanted]:
-            self.remove(source, url)
+        for place in [place for place, sources in self._sources.items() if source in sources and place not in wanted]:
+            self.remove(source, place)
 
     def add(self, source: str, entry: ReplicaEntry) -> Replica:
-        url = entry.url.rstrip("/")
-        replica = self._replicas.get(url)
+        place = place_of(entry.url)
+        replica = self._replicas.get(place)
         if replica is None:
-            replica = self._replicas[url] = Replica(entry, self.health, self.clock, self._default_key_file)
+            replica = self._replicas[place] = Replica(entry, self.health, self.clock, self._default_key_file)
             self.added.set()
         elif replica.version != entry.version:
             replica.entry = msgspec.structs.replace(replica.entry, version=entry.version)
         replica.is_leaving = False
-        self._sources.setdefault(url, set()).add(source)
+        self._sources.setdefault(place, set()).add(source)
         return replica
 
     def remove(self, source: str, url: str) -> bool:
         """Let go of a replica; return whether the source knew it. Requests that it has go on."""
-        url = url.rstrip("/")
-        sources = self._sources.get(url, set())
+        place = place_of(url)
+        sources = self._sources.get(place, set())
         if source not in sources:
             return False
         sources.discard(source)
         if not sources:
-            self._replicas.pop(url).is_leaving = True
-            del self._sources[url]
+            self._replicas.pop(place).is_leaving = True
+            del self._sources[place]
         return True
 
     def serving(self, model: str) -> list[Replica]:

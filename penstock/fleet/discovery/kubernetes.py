@@ -26,7 +26,7 @@ class KubernetesDiscovery(Discovery):
         self._section = section
         self._api = ClusterApi(session, "discovery.kubernetes", account=account, api=api)
         self._namespace = self._api.namespace(section.namespace)
-        self.name = f"kubernetes:{self._namespace}/{section.service}"
+        self.name = f"kubernetes:{self._namespace}/{section.service}:{section.port}"
         self.refresh_seconds = section.refresh_seconds
 
     async def find(self) -> list[ReplicaEntry]:

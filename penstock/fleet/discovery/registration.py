@@ -7,6 +7,7 @@ import asyncio
 
 from penstock.fleet.config import ReplicaEntry
 from penstock.fleet.replica import ReplicaPool
+from penstock.fleet.server_place import place_of
 
 _SOURCE = "registration"
 
@@ -19,12 +20,12 @@ class Registration:
 
     def register(self, entry: ReplicaEntry) -> None:
         """Take a replica in, or take that it is still there."""
-        self._ends[entry.url.rstrip("/")] = self._pool.clock() + self.lease_seconds
+        self._ends[place_of(entry.url)] = self._pool.clock() + self.lease_seconds
         self._pool.add(_SOURCE, entry)
 
     def leave(self, url: str) -> bool:
         """Send it nothing more; what it has goes on. Returns whether it had registered."""
-        self._ends.pop(url.rstrip("/"), None)
+        self._ends.pop(place_of(url), None)
         return self._pool.remove(_SOURCE, url)
 
     def expire(self) -> None:

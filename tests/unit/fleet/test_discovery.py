@@ -168,6 +168,27 @@ async def cluster(tmp_path):
     await runner.cleanup()
 
 
+async def test_two_ports_of_a_service_are_two_sources_of_replicas(cluster):
+    discovery, _ = cluster
+    pool = ReplicaPool(HealthSection())
+    for found in (discovery(port=8000), discovery(port=9000)):
+        pool.replace(found.name, await found.find())
+    assert sorted(replica.url for replica in pool) == [
+        "http://10.0.0.1:8000", "http://10.0.0.1:9000", "http://[fd00::3]:8000", "http://[fd00::3]:9000"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", ["HTTP://a", "http://A/", "http://a:80"])
+def test_a_server_is_one_replica_however_its_url_is_written(url):
+    pool = ReplicaPool(HealthSection())
+    first = pool.add("file", ReplicaEntry(url="http://a"))
+    assert pool.add("registered", ReplicaEntry(url=url)) is first
+    assert pool.find(url) is first
+    registration = Registration(pool, 10.0)
+    registration.register(ReplicaEntry(url=url))
+    assert registration.leave("http://a") and len(pool) == 1
+
+
 async def test_ready_endpoints_of_a_service_are_replicas(cluster):
     discovery, seen = cluster
     found = await discovery().find()

@@ -90,6 +90,14 @@ def test_a_file_and_the_command_line_add_up(tmp_path):
             "replicas = [{url = 'http://a'}, {url = 'http://A:80/', version = 'b'}]",
             r"replicas\[1\].url: .* once",
         ),
+        (
+            "discovery.dns = [{name = 'x', port = 1}, {name = 'x', port = 1, version = 'b'}]",
+            r"discovery.dns\[1\]: 'x:1' .* once",
+        ),
+        (
+            "discovery.kubernetes = [{service = 'x', port = 1}, {service = 'x', port = 1, kind = 'vllm'}]",
+            r"discovery.kubernetes\[1\]: '/x:1' .* once",
+        ),
         ("aliases = { a = 'b', b = 'c' }", "aliases.a: 'b' .* alias itself: give the name that replicas use"),
         ("aliases = { a = 'a' }", "aliases.a: 'a' .* alias itself"),
         ("[[", "TOML"),
@@ -174,8 +182,8 @@ def test_names_and_addresses_are_hosts(host):
     assert read_fleet(None, [f"http://{host}:1"]).replicas
 
 
-@pytest.mark.parametrize("url", ["http://a\tb:1", "http://a:1/x y", "http://a:1\n"])
-def test_a_url_has_no_blanks(url):
+@pytest.mark.parametrize("url", ["http://a\tb:1", "http://a:1/x y", "http://a:1\n", "http://a:0"])
+def test_a_url_has_no_blanks_and_no_port_that_there_is_not(url):
     with pytest.raises(ConfigError, match="such as http://127"):
         read_fleet(None, [url])
 
