@@ -269,7 +269,9 @@ def _apply(in_use: InUse, lease: Lease, spent: Spent) -> None:
 def _check_fits(limits: Limits, need: Need) -> None:
     """Raise where the request would not fit even if nothing else were in use."""
     output = need.certain_output_tokens
-    named = "min_tokens" if need.least_output_tokens and not need.output_is_stated else "max_tokens"
+    named = "max_tokens"
+    if need.least_output_tokens and not need.output_is_stated:
+        named = "n" if need.least_output_tokens == need.num_answers > 1 else "min_tokens"
     amounts = (
         ("input_tokens_per_minute", limits.input_tokens_per_minute, need.input_tokens, None),
         ("output_tokens_per_minute", limits.output_tokens_per_minute, output, named),

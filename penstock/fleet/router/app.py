@@ -35,7 +35,7 @@ from penstock.fleet.rollout.routes import rollout_routes
 from penstock.fleet.router.account import Account
 from penstock.fleet.router.admin import admin_routes, autoscaler_routes
 from penstock.fleet.router.admin_route import AdminRoute, Handler
-from penstock.fleet.router.connection import Connections, leave_to_reader, read_body
+from penstock.fleet.router.connection import Connections, Refusal, leave_to_reader, read_body
 from penstock.fleet.router.decisions import ROUTE_HEADER, Decision, DecisionLog
 from penstock.fleet.router.dispatch import Dispatcher
 from penstock.fleet.router.downstream import BEGUN, ClientGone, Downstream
@@ -305,6 +305,8 @@ def _front_door(context: GatewayContext) -> Middleware:
 
 async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Run a handler; what it raises becomes an error of the catalogue."""
+    if request.version.major != 1:
+        return Refusal(RequestError("this port speaks HTTP/1.1 and HTTP/1.0: send the request in one of them"))
     try:
         return await handler(request)
     except PenstockError as error:

@@ -194,27 +194,27 @@ class _Handler(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         if status < 500:
-            return _Refusal(RequestError("this is no HTTP request that could be understood"))
+            return Refusal(RequestError("this is no HTTP request that could be understood"))
         log.error("unexpected failure of a connection", exc_info=exc)
-        return _Refusal(PenstockError())
+        return Refusal(PenstockError())
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         if isinstance(resp, web.HTTPException):  # raised before any of our code was asked
-            resp = _Refusal(RequestError("the request could not be understood"))
-        if not isinstance(resp, _Refusal):
+            resp = Refusal(RequestError("the request could not be understood"))
+        if not isinstance(resp, Refusal):
             return await super().finish_response(request, resp, start_time)
         if self.transport is not None and request.writer.output_size == 0:  # else an answer has begun
             self.transport.write(_last_answer(resp.error))
         return resp, True  # closes the connection
 
 
-class _Refusal(web.StreamResponse):
-    """What is answered without the framework, which would tell its name and version."""
+class Refusal(web.StreamResponse):
+    """What is answered without the framework, which would tell its name and version. Ends the connection."""
 
     def __init__(self, error: PenstockError) -> None:
-        super().__init__()
+        super().__init__(status=reply_for(error).status)
         self.error = error
 
 

@@ -19,6 +19,8 @@ from penstock.fleet.router.urgency import PLAIN, Urgency
 from penstock.fleet.router.waiting_room import RoomFull, WaitingRoom
 from penstock.protocol.prompt_note import PromptNote
 
+_LEAST_FULL_SECONDS = 0.1  # that a replica is left alone which says that it is full: it may say so again and again
+
 
 @dataclass(frozen=True, slots=True)
 class Wish:
@@ -81,6 +83,11 @@ class Dispatcher:
         self._split = split if split is not None else VersionSplit(config.rollouts)
         self._lanes: dict[str, _Lane] = {}
         self._troubles: dict[str, str] = {}  # by model: why no replica of it comes
+
+    @property
+    def max_wait_seconds(self) -> float:
+        """How long a request may be kept from a replica that is full."""
+        return self._config.queue.max_wait_seconds
 
     @property
     def num_waiting(self) -> int:
@@ -159,7 +166,7 @@ class Dispatcher:
 
     def note_full(self, replica: Replica, seconds: float | None) -> None:
         """A replica refused a request for being full: look again when it said to, else when probes come round again."""
-        seconds = seconds if seconds is not None else self._config.health.probe_seconds
+        seconds = max(seconds, _LEAST_FULL_SECONDS) if seconds is not None else self._config.health.probe_seconds
         replica.note_full(seconds)
         asyncio.get_running_loop().call_later(seconds + 0.001, self.call_waiting)
 

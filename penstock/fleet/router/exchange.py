@@ -38,6 +38,7 @@ class Exchange:
     is_counted_here: bool = False  # by the gateway, and not by the replica that has it
     avoid: set[str] = field(default_factory=set)
     blamed: set[str] = field(default_factory=set)  # URLs of replicas that broke its stream, once or more often
+    full_since: float | None = None  # replicas have said that they are full, and none has answered
     num_failures: int = 0  # in a row
     num_breaks: int = 0  # of its stream, in all
     refusal: ErrorReply | None = None  # of the replica that failed it last

@@ -4,10 +4,12 @@ Bodies are passed on as they come, in both directions. Which model a batch is fo
 does not serve it, a replica of another model is asked. Knows nothing of policies: nobody waits for a token here.
 """
 
+import functools
 from collections.abc import AsyncIterator
 
 import aiohttp
 from aiohttp import web
+from multidict import CIMultiDict
 
 from penstock.errors import EngineFailed, EngineUnavailable, RouteNotFound, UnknownModel
 from penstock.fleet.replica import Replica, ReplicaPool
@@ -18,7 +20,9 @@ from penstock.fleet.router.upstream import (
     UPSTREAM_ERRORS,
     error_code,
     note_failure,
+    read_beginning,
     read_error,
+    refusal_reply,
     request_headers,
     response_headers,
     target,
@@ -105,10 +109,12 @@ def _may_try_elsewhere(request: web.Request, status: int) -> bool:
 
 
 async def _refusal(request_id: str, upstream: aiohttp.ClientResponse) -> tuple[web.Response, str]:
-    body = await read_error(upstream.content.read)
-    headers = response_headers(upstream.headers)
+    body = await read_error(functools.partial(read_beginning, upstream))
+    code = error_code(body)
+    reply = refusal_reply(upstream.status, code, body, response_headers(upstream.headers))
+    headers = CIMultiDict(reply.headers)
     headers["x-request-id"] = request_id
-    return web.Response(status=upstream.status, body=body, headers=headers), error_code(body)
+    return web.Response(status=reply.status, body=reply.body, headers=headers), code
 
 
 async def _pieces(request: web.Request, connections: Connections) -> AsyncIterator[bytes]:

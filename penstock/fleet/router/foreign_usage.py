@@ -68,11 +68,13 @@ def need_of(head: RequestHead, max_context_tokens: int | None) -> Need:
     input_tokens, num_prompts = _input_tokens(head)
     stated = head.most_output_tokens
     room = (max_context_tokens - input_tokens) if max_context_tokens is not None else _ANSWER_TOKENS
-    num_answers = num_prompts * head.num_choices
+    num_answers = min(num_prompts * head.num_choices, _MAX_TOKENS)
+    most_output_tokens = num_answers * (stated if stated is not None else max(1, room))
     return Need(
         input_tokens=input_tokens,
-        most_output_tokens=num_answers * (stated if stated is not None else max(1, room)),
+        most_output_tokens=min(most_output_tokens, _MAX_TOKENS),
         output_is_stated=stated is not None,
+        least_output_tokens=num_answers if num_answers > 1 else 0,
         num_answers=num_answers,
     )
 

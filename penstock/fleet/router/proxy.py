@@ -38,6 +38,7 @@ from penstock.fleet.router.upstream import (
     note_failure,
     note_refusal,
     read_error,
+    refusal_reply,
     request_headers,
     response_headers,
     retry_after_seconds,
@@ -147,11 +148,16 @@ class Proxy:
             self._end_trial(exchange)
             if response is not None:
                 return response
-            if exchange.num_failures >= MAX_ATTEMPTS:
+            if exchange.num_failures >= MAX_ATTEMPTS or self._was_full_too_long(exchange):
                 assert exchange.refusal is not None
                 exchange.account.fail(exchange.record, exchange.refusal.status)
                 return exchange.error_response()
             self._metrics.retries.inc()
+
+    def _was_full_too_long(self, exchange: Exchange) -> bool:
+        """Whether replicas have gone on to say that they are full, though they promised a place, for too long."""
+        since = exchange.full_since
+        return since is not None and time.monotonic() - since > self._dispatcher.max_wait_seconds
 
     async def _place(self, exchange: Exchange) -> Placement:
         wish = Wish(exchange.query, exchange.urgency, exchange.avoid)
@@ -184,7 +190,7 @@ class Proxy:
                     self._note_failure(exchange, placement, reply_for(unread))
                     return None
                 self._note_first_byte(exchange, placement, upstream)
-                if upstream.media_type == "text/event-stream":
+                if upstream.media_type == "text/event-stream" and upstream.status < 400:
                     return await self._pass_events(exchange, placement, upstream)
                 return await self._pass_plain(exchange, placement, upstream)
         except UPSTREAM_ERRORS as error:
@@ -227,6 +233,8 @@ class Proxy:
         self, exchange: Exchange, placement: Placement, upstream: Answer, begun: bytes
     ) -> web.StreamResponse:
         """Pass an answer on as it comes, behind what was held of it."""
+        if exchange.is_counted_here and upstream.status >= 400:
+            exchange.account.fail(exchange.record, upstream.status)
         response = web.StreamResponse(status=upstream.status, headers=exchange.answer_headers(upstream))
         response.content_length = upstream.num_declared_bytes
         downstream = await begin_stream(exchange.request, response)
@@ -281,13 +289,13 @@ class Proxy:
         """Take a refusal in; return whether it is the caller's own limit, which holds everywhere."""
         body = await read_error(upstream.read)
         code = error_code(body)
-        headers = response_headers(upstream.headers)
-        reply = ErrorReply(upstream.status, code or "upstream_error", body, headers)
+        reply = refusal_reply(upstream.status, code or "upstream_error", body, response_headers(upstream.headers))
         if upstream.status == 429:
             exchange.refusal = reply
             if code == LimitReached.code:
                 exchange.account.fail(exchange.record, 429)
                 return True
+            exchange.full_since = exchange.full_since or time.monotonic()
             self._dispatcher.note_full(placement.replica, retry_after_seconds(upstream.headers))
             return False
         # One request that a server cannot digest must not have it ejected, however often it is tried there.

@@ -14,10 +14,11 @@ import msgspec
 from multidict import CIMultiDict, MultiDict, MultiMapping
 from yarl import URL
 
-from penstock.errors import EngineUnavailable, Overloaded
+from penstock.errors import EngineFailed, EngineUnavailable, Overloaded
 from penstock.fleet.config import HealthSection
 from penstock.fleet.replica import Replica
 from penstock.fleet.router.replica_client import ReplicaUnreachable
+from penstock.protocol.errors import ErrorReply, reply_for
 from penstock.protocol.frames import FRAMES_HEADER
 from penstock.protocol.identity import IDENTITY_HEADER
 from penstock.protocol.prompt_note import PROMPT_HEADER
@@ -46,6 +47,9 @@ _NOT_SENT = frozenset(
         "sec-fetch-site",  # the gateway has judged it
     }
 )
+# Of a request, these are for all who read it, whatever a caller says of its connection (RFC 9110, 7.6.1).
+_NEVER_LEFT_OUT = frozenset({"authorization", "content-type"})
+_OF_BODIES = frozenset({"content-type", "content-encoding"})
 _FOR_GATEWAYS = frozenset({FRAMES_HEADER, PROMPT_HEADER, IDENTITY_HEADER})
 _NOT_RETURNED = _NOT_SENT | _FOR_GATEWAYS | {"date", "server", "x-request-id"}
 
@@ -104,7 +108,7 @@ def response_headers(given: MultiMapping[str]) -> CIMultiDict[str]:
 def _end_to_end(given: MultiMapping[str], left_out: frozenset[str]) -> list[tuple[str, str]]:
     """Return headers, as often as they stand, but for some, and for those that are for this connection alone."""
     if (connection := given.getall("connection", None)) is not None:
-        left_out |= {name.strip().lower() for line in connection for name in line.split(",")}
+        left_out |= {name.strip().lower() for line in connection for name in line.split(",")} - _NEVER_LEFT_OUT
     return [(name, value) for given_name, value in given.items() if (name := given_name.lower()) not in left_out]
 
 
@@ -113,11 +117,21 @@ def target(replica: Replica, path: str) -> URL:
 
 
 async def read_error(read: Callable[[int], Awaitable[bytes]]) -> bytes:
-    """Return an error's body, as much as anybody needs of it; `read` takes the most bytes that are wanted."""
+    """Return an error's body; nothing where it does not come, or is too large. `read` takes the most that is wanted."""
     try:
-        return (await read(_MAX_ERROR_BYTES))[:_MAX_ERROR_BYTES]
+        body = await read(_MAX_ERROR_BYTES + 1)
     except UPSTREAM_ERRORS:
         return b""
+    return body if len(body) <= _MAX_ERROR_BYTES else b""
+
+
+def refusal_reply(status: int, code: str, body: bytes, headers: CIMultiDict[str]) -> ErrorReply:
+    """Return a replica's refusal as its caller gets it: in its own words, if they came whole."""
+    if not body:
+        body = reply_for(EngineFailed(f"a replica answered {status}, and no more that could be passed on")).body
+        headers = CIMultiDict((name, value) for name, value in headers.items() if name not in _OF_BODIES)
+        headers["content-type"] = "application/json"
+    return ErrorReply(status, code, body, headers)
 
 
 async def read_beginning(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:

@@ -387,3 +387,29 @@ async def test_an_alias_that_the_replica_would_not_know_is_not_listed_and_the_re
     assert "--store" in message
     assert "tiny" not in message
     assert replica.received == []
+
+
+@pytest.mark.parametrize(("kind", "size"), [("application/json", 2 * 1024 * 1024), ("text/event-stream", 10)])
+async def test_a_foreign_servers_refusal_costs_nothing_whatever_it_looks_like(tenancy, kind, size):
+    async def refuse(replica, request, body):
+        return web.Response(status=400, body=b"x" * size, content_type=kind)
+
+    key = give_key(tenancy, tokens_per_day=10_000)
+    replica = FakeReplica(answer=refuse)
+    async with replica.running(), running_gateway(replica, kind="vllm", tenancy=tenancy) as running:
+        for stream in (False, True):
+            response = await running.ask(key, stream=stream)
+            assert (response.status, len(await response.read())) == (400, size)
+        await until(lambda: num_leases(tenancy) == 0)
+        assert booked(tenancy, "alice") is None
+
+
+@pytest.mark.parametrize("limits", [{"tokens_per_day": 10_000}, {"requests_per_minute": 100}])
+async def test_more_answers_than_can_ever_fit_are_no_matter_of_time(tenancy, limits):
+    key = give_key(tenancy, **limits)
+    replica = FakeReplica(answer=answering({"error": {"code": "no"}}, status=400))
+    async with replica.running(), running_gateway(replica, kind="vllm", tenancy=tenancy) as running:
+        response = await running.ask(key, n=10**33)
+        assert response.status == 400
+        if "tokens_per_day" in limits:
+            assert (await response.json())["error"]["param"] == "n"

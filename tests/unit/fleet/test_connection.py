@@ -166,6 +166,15 @@ async def test_a_connection_that_says_nothing_is_closed():
         assert await asyncio.wait_for(reader.read(), 5) == b""
 
 
+async def test_another_version_of_http_is_refused_in_one_that_we_speak():
+    async with limited() as (running, replica), connected(running) as (reader, writer):
+        writer.write(HEAD.replace(b"HTTP/1.1", b"HTTP/2.0") + b"content-length: %d\r\n\r\n" % len(BODY) + BODY)
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert error_code(answer) == "invalid_request"
+        assert not replica.received
+
+
 async def test_a_head_sent_ahead_is_bounded_like_any_other():
     async def wait(replica, request, body):
         await asyncio.Event().wait()

@@ -123,3 +123,23 @@ async def test_an_answer_that_drips_is_given_up():
     async with one.running(), running_gateway(one, limits=limits) as running:
         response = await running.ask()
         assert (response.status, (await response.json())["error"]["code"]) == (500, "engine_failed")
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_refusal_too_large_to_be_passed_on_is_told_in_our_words(status):
+    async def refuse(replica, request, body):
+        packed = {"content-encoding": "gzip", "retry-after": "0"}
+        return web.Response(status=status, body=b"x" * 100_000, headers=packed, content_type="text/html")
+
+    async with FakeReplica(answer=refuse).running() as one, running_gateway(one, kind="vllm") as running:
+        response = await running.ask()
+        assert response.status == status
+        assert (await response.json())["error"]["code"] == "engine_failed"
+
+
+async def test_what_a_caller_says_of_its_connection_takes_no_key_from_a_request():
+    async with FakeReplica().running() as one, running_gateway(one) as running:
+        given = {"authorization": "Bearer a", "connection": "keep-alive, Authorization, Content-Type"}
+        assert (await running.ask(given)).status == 200
+    assert one.headers[0]["authorization"] == "Bearer a"
+    assert one.headers[0]["content-type"] == "application/json"
