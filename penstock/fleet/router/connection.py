@@ -13,7 +13,7 @@ import socket
 from http import HTTPStatus
 from typing import cast
 
-from aiohttp import HttpVersion11, web
+from aiohttp import HttpVersion11, StreamReader, web
 
 from penstock.connection_limits import ConnectionLimits, Crowd, Cut
 from penstock.errors import BodyTooLarge, HeadTooLarge, Overloaded, PenstockError, RequestError, RequestTimeout
@@ -47,7 +47,7 @@ class GuardedConnection(asyncio.Protocol):
         self._reading = _Reading.NOTHING
         self._head_bytes = 0
         self._tail = b""  # of the head, in which its end may have begun
-        self._ahead_bytes = 0  # that came behind a request before it was answered
+        self._other_bytes = 0  # that came since the last of a request's body: its trailers, and what is sent ahead
         self._clock: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
         self.own_address: str | None = None  # that it came to; None: a Unix socket
@@ -88,7 +88,7 @@ class GuardedConnection(asyncio.Protocol):
         """A request has been answered: what comes next begins another."""
         if self._reading is _Reading.REQUEST:
             self._reading = _Reading.NOTHING
-            self._ahead_bytes = 0
+            self._other_bytes = 0
             self._connections.crowd.note_idle(self)
 
     # ------------------------------------------------------------ reading
@@ -96,11 +96,9 @@ class GuardedConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        if self._reading is _Reading.REQUEST and self._inner.has_whole_request:
-            self._ahead_bytes += len(data)
-            if self._ahead_bytes > self._limits.max_head_bytes:
-                self._cut(Cut.PIPELINE)
-                return
+        if self._reading is _Reading.REQUEST:
+            self._take_rest(data)
+            return
         begins = self._reading is _Reading.NOTHING and bool(data.lstrip(b"\r\n"))  # empty lines begin no request
         if begins:
             self._reading = _Reading.HEAD
@@ -112,6 +110,17 @@ class GuardedConnection(asyncio.Protocol):
         if begins and self._reading is _Reading.HEAD:  # nearly always it comes whole, and needs no clock
             self._allow(self._limits.head_seconds)
         self._inner.data_received(data)
+
+    def _take_rest(self, data: bytes) -> None:
+        """Take what comes behind a head. Of what is no body of its request, no more than a head may be large."""
+        before = self._inner.body
+        num_before = before.total_bytes if before is not None else 0
+        self._inner.data_received(data)
+        if before is None:
+            return
+        self._other_bytes = self._other_bytes + len(data) if before.total_bytes == num_before else 0
+        if self._other_bytes > self._limits.max_head_bytes:
+            self._cut(Cut.PIPELINE if before.is_eof() else Cut.HEAD)
 
     def eof_received(self) -> None:
         if not self._is_refused:
@@ -181,10 +190,9 @@ class _Handler(web.RequestHandler):
     __slots__ = ()
 
     @property
-    def has_whole_request(self) -> bool:
-        """Whether all of the request came that is being answered: what comes now is sent ahead."""
-        request = self._current_request
-        return request is not None and request.content.is_eof()
+    def body(self) -> StreamReader | None:
+        """The body of the request that is being answered, as far as it came; None: none is."""
+        return self._current_request.content if self._current_request is not None else None
 
     def handle_error(
         self,
