@@ -4,6 +4,7 @@ Built once by the worker; nothing here is global. Knows nothing of any single re
 """
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 
 import msgspec
@@ -27,6 +28,9 @@ from penstock.server.terms import Terms, agree, agree_on_batch
 from penstock.server.text_work import TextWork
 from penstock.store.database import Database
 from penstock.tenants import Caller
+
+# How long a request waits for an engine of which its worker has not heard yet: another may have, and have said so.
+_MEETING_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,13 @@ class ServerContext:
         if tier is Tier.BATCH:
             return agree_on_batch(wanted, caller.terms)
         return agree(wanted, caller.terms, self.config.targets)
+
+    async def meet_engine(self, caller: Caller) -> EngineInfo:
+        """Return what `engine_info` does, or will in a moment."""
+        if not self.engine.connected and self.engine.info is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.engine.wait_ready(), _MEETING_SECONDS)
+        return self.engine_info(caller)
 
     def engine_info(self, caller: Caller) -> EngineInfo:
         """Return what the engine said of itself, with the caller's longest context where that is shorter.

@@ -33,7 +33,7 @@ _SUBMIT_ENTRIES, _TOKENS_AN_ENTRY = 16, 128
 _REPLAYED_TOKENS = 128  # in one turn
 
 
-def open_call(
+async def open_call(
     context: ServerContext,
     caller: Caller,
     record: RequestRecord,
@@ -50,7 +50,7 @@ def open_call(
     record.model, record.stream = wanted.model, wanted.wants_stream
     record.completion_id = f"{kind}-{uuid.uuid4().hex}"
     wanted.check_combinations()
-    info = context.engine_info(caller)
+    info = await context.meet_engine(caller)
     check_num_answers(num_prompts, wanted.num_choices, info)
     return info
 

@@ -128,6 +128,8 @@ class FakeEngine:
         )
 
     async def wait_ready(self) -> EngineInfo:
+        if not self.connected:
+            await asyncio.Event().wait()
         assert self.info is not None
         return self.info
 

@@ -68,7 +68,7 @@ async def begin_chat(
 
     Also returns whether it goes in frames, which `frames`, a header, asks for.
     """
-    info = open_call(context, caller, record, chat, kind="chatcmpl")
+    info = await open_call(context, caller, record, chat, kind="chatcmpl")
     max_tokens, num_logprobs = chat.answer_limit(), chat.num_logprobs()
     params = chat.sampling_params(max_tokens=max_tokens, logprobs=num_logprobs)
     params.validate(info.vocab_size)

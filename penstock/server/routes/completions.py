@@ -73,7 +73,7 @@ async def begin_completion(
 
     Also returns whether it goes in frames, which `frames`, a header, asks for.
     """
-    info = open_call(context, caller, record, wanted, kind="cmpl", num_prompts=len(wanted.prompt))
+    info = await open_call(context, caller, record, wanted, kind="cmpl", num_prompts=len(wanted.prompt))
     params = _params(wanted)
     params.validate(info.vocab_size)
     terms = context.terms(wanted, caller, tier)

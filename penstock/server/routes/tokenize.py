@@ -38,7 +38,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
         wanted = await read_request(request, TokenizeRequest, context.config.max_body_bytes, context.texts)
         check_model(request, wanted.model)
         wanted.check_combinations()
-        info, claim = context.engine_info(caller_of(request)), Claim(caller_of(request).tenant)
+        info, claim = await context.meet_engine(caller_of(request)), Claim(caller_of(request).tenant)
         token_ids = (await _prompt(context, wanted, info, claim)).token_ids
         if len(token_ids) > info.max_context_tokens:
             param = "prompt" if wanted.messages is None else "messages"
@@ -54,7 +54,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
     async def detokenize(request: Request) -> Response:
         wanted = await read_request(request, DetokenizeRequest, context.config.max_body_bytes, context.texts)
         check_model(request, wanted.model)
-        limit = context.engine_info(caller_of(request)).max_context_tokens
+        limit = (await context.meet_engine(caller_of(request))).max_context_tokens
         if len(wanted.tokens) > limit:
             raise InvalidParameter(
                 "tokens", f"{len(wanted.tokens)} tokens", f"give at most {limit}, the longest context"

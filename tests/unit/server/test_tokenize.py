@@ -1,8 +1,12 @@
 """/tokenize and /detokenize."""
 
+import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
+
+from penstock.tenants import Caller
 
 TEXT = "hello wörld 🙂"
 
@@ -127,3 +131,21 @@ async def test_before_the_engine_has_told_its_context_nothing_is_tokenised(servi
     service.engine.info = None
     for path, fields in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
         assert (await service.post(path, **fields)).status_code == 503
+
+
+class LateEngine:
+    """One that its worker hears of when somebody has waited for it for a moment."""
+
+    def __init__(self, info):
+        self.connected, self.info, self._told = False, None, info
+
+    async def wait_ready(self):
+        await asyncio.sleep(0)
+        self.connected, self.info = True, self._told
+        return self.info
+
+
+async def test_who_asks_a_worker_that_is_about_to_hear_of_the_engine_waits_for_it(service):
+    info = service.engine.info
+    context = replace(service.context, engine=LateEngine(info))
+    assert await context.meet_engine(Caller(tenant="a")) == info
