@@ -1,4 +1,4 @@
-"""LoopTurns at an API worker's event loop: of the long work that waits, a bounded part in each pass of the loop.
+"""Turns at an API worker's event loop: of the long work that waits, a bounded part in each pass of the loop.
 
 Between two passes everything else that is ready runs, so nobody waits for long. Knows nothing of what is done in a
 turn: whoever takes one says how much it is, does no more, and asks again.
