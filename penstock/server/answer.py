@@ -1,6 +1,6 @@
 """The choices of one API call: each an engine request of its own, read together.
 
-LoopTurns engine events into pieces of text and engine failures into errors of the catalogue, a slice at a time: however
+Turns engine events into pieces of text and engine failures into errors of the catalogue, a slice at a time: however
 much has arrived for however many choices, others' answers go on. Knows nothing of HTTP or of the shape of any API.
 """
 
