@@ -38,7 +38,8 @@ def test_a_step_that_raises_fails_its_own_requests_and_no_later_one(faulty_serve
 
 
 async def test_only_the_batch_that_ran_the_step_fails(faulty_server):
-    slow = completion_body(prompt=[BE_SLOW], max_tokens=8, logit_bias={str(BE_SLOW): 100})
+    # Far longer than it takes to see that all three run.
+    slow = completion_body(prompt=[BE_SLOW], max_tokens=60, logit_bias={str(BE_SLOW): 100})
     in_the_batch = [asyncio.create_task(call(faulty_server.url, slow)) for _ in range(3)]
     await asyncio.to_thread(
         until, lambda: faulty_server.metric("penstock_total_running_requests") == 3, 10, "three running requests"
