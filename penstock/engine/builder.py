@@ -40,6 +40,9 @@ _WARM_UP_TOKENS = (4096, 2048, 1024, 512, 256, 128, 64)
 
 # Up to so many tokens a step's products take hardly longer than reading the weights for one (docs/benchmarks.md).
 _KNEE_TOKENS = 256
+# Where reading a layer's weights takes less than what prompts' attention adds to a step, prompts of a batch run
+# together in some of the steps. Found with 43 MB a layer, where it pays, and with 500, where it does not.
+_SMALL_LAYER_BYTES, _TOGETHER_TOKENS = 64 << 20, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +93,16 @@ def assemble(
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
     """Return an engine around a runner."""
-    pace = BatchPace(_KNEE_TOKENS, config.max_step_tokens) if for_batches and config.device_kind == "cuda" else None
+    pace = _batch_pace(config, spec) if for_batches and config.device_kind == "cuda" else None
     foresight = None
     if not for_batches:
         foresight = Foresight.make(max_step_tokens=config.max_step_tokens, clock=clock, step_sizes=runner.step_sizes)
     return Engine(_make_scheduler(config, spec, pace, foresight, clock), runner)
+
+
+def _batch_pace(config: EngineConfig, spec: ModelSpec) -> Pace:
+    is_small = config.memory.weight_bytes < spec.num_layers * _SMALL_LAYER_BYTES
+    return BatchPace(_KNEE_TOKENS, config.max_step_tokens, _TOGETHER_TOKENS if is_small else 0)
 
 
 def _make_scheduler(

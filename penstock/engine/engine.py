@@ -37,8 +37,16 @@ class Engine:
 
     @property
     def launch_due(self) -> float:
-        """Until when it does not pay to `step` again: requests that come until then are in the next one. 0.0: now."""
+        """Until when it does not pay to `step` again: requests that come until then are in the next one. 0.0: now.
+
+        By what is foreseen: where `is_step_done` sooner, it pays.
+        """
         return self.scheduler.launch_due
+
+    @property
+    def is_step_done(self) -> bool:
+        """Whether the step that `step` would settle next is done."""
+        return self._in_flight is not None and self._in_flight[1].is_done
 
     def submit(self, submit: Submit, client: bytes = b"") -> list[Addressed]:
         """Queue a request. A refusal is its one and only event."""

@@ -199,6 +199,7 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     ttft_prediction_error: float | None = None  # median of the last requests
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    settled: bool = False  # nothing is left that idle moments would prepare
     num_canary_failures: int = 0
     fault: str | None = None  # why no work should be sent here, as far as the engine knows
     histograms: dict[

@@ -61,6 +61,8 @@ _IDLE_STATS_SECONDS = 0.05
 _PRODUCT_CACHE_VARIABLE, _PRODUCT_CACHE_SIZE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256"
 # A step that is due waits for so many refusals at most: there is no bound to how many come.
 _MOST_REFUSALS = 16
+# A step that should still be under way is looked at so often at least.
+_LOOK_MILLISECONDS = 5
 # A moment is idle once nobody has come for so long: a caller who asks one thing after another must not wait for chores.
 _QUIET_SECONDS = 0.25
 
@@ -120,6 +122,8 @@ class EngineProcess:
             return 0.0
         if self._has_chores and now >= self._busy_at + _QUIET_SECONDS:
             self._has_chores = self._engine.runner.use_idle_moment()
+            if not self._has_chores:
+                self._stats_due = now
             return 0.0
         due = min(self._stats_due, self._busy_at + _QUIET_SECONDS) if self._has_chores else self._stats_due
         return max(0.001, due - now)
@@ -133,11 +137,13 @@ class EngineProcess:
             self._stopping = self._stopping or os.getppid() != self._parent
             return
         self._take_frames()
-        # Rounded down: a step that is launched too late leaves the device idle.
+        # Rounded down: a step that is launched too late leaves the device idle. So does one that ends sooner than was
+        # foreseen: it is looked at, the more often the nearer its end should be.
         while (milliseconds := int((self._engine.launch_due - time.monotonic()) * 1000)) > 0 and not self._stopping:
-            if not self._socket.poll(milliseconds):
+            if self._socket.poll(min(max(1, milliseconds // 4), _LOOK_MILLISECONDS)):
+                self._take_frames()
+            elif self._engine.is_step_done:
                 return
-            self._take_frames()
 
     def _take_frames(self) -> None:
         """Take in what is there, and leave it to the next turn where many are refused: those that run go on first."""
@@ -218,7 +224,7 @@ class EngineProcess:
             self._socket.send_multipart([client, frame])
 
     def _stats(self) -> EngineStats:
-        stats = self._engine.stats()
+        stats = msgspec.structs.replace(self._engine.stats(), settled=not self._has_chores)
         if self._canary is None:
             return stats
         return msgspec.structs.replace(stats, num_canary_failures=self._canary.num_failures, fault=self._canary.fault)

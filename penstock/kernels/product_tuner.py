@@ -49,11 +49,12 @@ class ProductTuner:
         self._is_saved = True
         self._end = 0.0  # of trials
         self.num_skipped = 0  # products that were asked for since, and not tried
+        self.num_better = 0  # those tried since, of which another way than the usual is faster
 
     def allow(self, seconds: float) -> None:
         """From now on try for so long what is not known. What is asked later is skipped, to be asked again."""
         self._end = time.monotonic() + seconds
-        self.num_skipped = 0
+        self.num_skipped = self.num_better = 0
 
     def product(self, weights: Sequence[Tensor], num_rows: int, out_dtype: torch.dtype) -> LibraryProduct | None:
         """Return the fastest product of a shape, or None where torch's own is as good. weights: [width, depth] each."""
@@ -75,6 +76,7 @@ class ProductTuner:
         except torch.cuda.OutOfMemoryError:
             return None  # trials take what is left beside the KV cache
         self._found[name] = None if found is None else found.algorithm
+        self.num_better += found is not None
         self._is_saved = False
         return found
 

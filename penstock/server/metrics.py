@@ -160,6 +160,8 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("penstock_cost_model_error", text, stats.cost_model_error or 0.0)
     text = "Median relative error of the predicted time to first token over the last requests"
     yield GaugeMetricFamily("penstock_ttft_prediction_error", text, stats.ttft_prediction_error or 0.0)
+    text = "1 once nothing is left that the engine prepares in idle moments"
+    yield GaugeMetricFamily("penstock_engine_settled", text, float(stats.settled))
     text = "Free KV blocks whose content a prompt may still reuse"
     yield GaugeMetricFamily("penstock_kv_blocks_cached", text, stats.num_cached_blocks)
 

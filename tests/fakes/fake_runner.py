@@ -40,6 +40,10 @@ class FakeStep(LaunchedStep):
         self._runner = runner
         self._plan = plan
 
+    @property
+    def is_done(self) -> bool:
+        return True
+
     def wait(self) -> StepResult:
         return self._runner.results.pop(self._plan.number)()
 

@@ -37,6 +37,10 @@ class WatchedStep(LaunchedStep):
     step: LaunchedStep
     done: float = 0.0
 
+    @property
+    def is_done(self) -> bool:
+        return self.step.is_done
+
     def wait(self) -> StepResult:
         result = self.step.wait()
         self.done = self.launched + result.seconds

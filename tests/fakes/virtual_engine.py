@@ -41,6 +41,10 @@ class VirtualStep(LaunchedStep):
     def __init__(self, clock: VirtualClock, plan: StepPlan, done: float) -> None:
         self._clock, self._plan, self._launched, self._done = clock, plan, clock.now, done
 
+    @property
+    def is_done(self) -> bool:
+        return self._clock.now >= self._done
+
     def wait(self) -> StepResult:
         self._clock.now = max(self._clock.now, self._done)
         slices = [SliceResult([7] if piece.num_samples else []) for piece in self._plan.slices]

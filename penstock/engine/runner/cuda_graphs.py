@@ -99,13 +99,14 @@ class DecodeGraphs:
             self._model.tune(size, self.tuner)
             self._model.tune_logits(size, self.tuner)
         for size in reversed(self._sizes):
-            self._inputs[:size] = self._rows.scratch_row
-            self._inputs[size : 2 * size] = 0
-            self._step(size, self._model.touch)
-            body = functools.partial(self._step, size, self._model.forward)
-            self._graphs[size] = capture(body, self.stream, self.pool)
+            self._capture(size)
         self.tuner.allow(0.0)
         self.tuner.save()
+
+    def renew(self, size: int) -> None:
+        """Capture a size again, if it is one: its products run another way now."""
+        if size in self._graphs:
+            self._capture(size)
 
     def run(self, rows: np.ndarray, positions: np.ndarray) -> DrawOutcome:
         """Run one token of each row, draw the next and write it to the row."""
@@ -120,6 +121,13 @@ class DecodeGraphs:
         graph, logits = self._graphs[size]
         graph.replay()
         return self._draw.outcome(logits, count)
+
+    def _capture(self, size: int) -> None:
+        self._inputs[:size] = self._rows.scratch_row
+        self._inputs[size : 2 * size] = 0
+        self._step(size, self._model.touch)
+        body = functools.partial(self._step, size, self._model.forward)
+        self._graphs[size] = capture(body, self.stream, self.pool)
 
     def _step(self, size: int, forward: Forward) -> Tensor:
         """The captured body: everything it reads is in persistent tensors."""

@@ -9,6 +9,11 @@ from penstock.engine.scheduler.step_plan import StepPlan, StepResult
 class LaunchedStep(ABC):
     """A step under way."""
 
+    @property
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+
     @abstractmethod
     def wait(self) -> StepResult:
         """Block until the step is done. Raises StepFailed if it could not be."""

@@ -69,13 +69,24 @@ class _Captured(Generic[Size]):
             return True
         if self._out_of_memory:
             return False
+        self._capture(size)
+        return not self._out_of_memory
+
+    def captured(self) -> list[Size]:
+        return list(self._graphs)
+
+    def renew(self, size: Size) -> None:
+        """Capture a size again: its products run another way now."""
+        if not self._out_of_memory:
+            self._capture(size)
+
+    def _capture(self, size: Size) -> None:
         self._load_kernels(size)
         try:
             self._graphs[size] = capture(functools.partial(self._body, size), self._stream, self._pool)
         except torch.cuda.OutOfMemoryError:
             self._out_of_memory = True
             log.warning("no memory is left to capture more steps; those of other sizes are launched one by one")
-        return not self._out_of_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +164,9 @@ class MixedGraphs:
         counts = {*self._draw_counts, *self.token_counts}
         self._untried = deque(sorted(count for count in counts if count <= _MOST_TRIED_TOKENS))
         self._upcoming: deque[_Places | int] = deque([*self._draw_counts, *self._all_places()])
+        self._decode_graphs = graphs
+        self._found_better = False  # of the size that is being tried
+        self._stale: deque[Callable[[], None]] = deque()  # captures to make again
 
     def fits(self, layout: Layout) -> bool:
         return len(layout.rows) <= self.token_counts[-1] and len(layout.sampled) <= len(layout.slice_rows)
@@ -171,7 +185,10 @@ class MixedGraphs:
 
     @torch.inference_mode()
     def prepare_next(self) -> bool:
-        """Capture the likeliest size that is not captured yet. False: none is left."""
+        """Capture the likeliest size that is not captured yet, or no longer as it should be. False: none is left."""
+        if self._stale:
+            self._stale.popleft()()
+            return True
         if not self._upcoming:
             return False
         size = self._upcoming.popleft()
@@ -185,29 +202,57 @@ class MixedGraphs:
 
     @torch.inference_mode()
     def try_products(self) -> bool:
-        """Try a product that no start on this device has tried: the next will know. False: none is left."""
+        """Try a product that no start on this device has tried; what ran it another way is captured again.
+
+        The next start knows. False: none is left.
+        """
         if not self._untried:
             return False
+        size = self._untried[0]
         self._tuner.allow(_TRIAL_SECONDS)
-        self._model.tune(self._untried[0], self._tuner)
-        self._model.tune_logits(min(self._untried[0], self._max_draws), self._tuner)
+        self._model.tune(size, self._tuner)
+        self._model.tune_logits(min(size, self._max_draws), self._tuner)
+        self._found_better = self._found_better or self._tuner.num_better > 0
         if not self._tuner.num_skipped:
             self._untried.popleft()
+            if self._found_better:
+                self._mark_stale(size)
+            self._found_better = False
         self._tuner.allow(0.0)
         self._tuner.save()
         return True
 
+    def _mark_stale(self, size: int) -> None:
+        """Have whatever was captured for so many rows captured again."""
+        forwards = [places for places in self._forwards.captured() if places.num_tokens == size]
+        self._stale.extend(functools.partial(self._renew_forward, places) for places in forwards)
+        if size in self._draws.captured():
+            self._stale.append(functools.partial(self._renew_draw, size))
+        self._stale.append(functools.partial(self._decode_graphs.renew, size))
+
+    def _renew_forward(self, places: _Places) -> None:
+        self._stage(_NOTHING, places)
+        self._forwards.renew(places)
+
+    def _renew_draw(self, size: int) -> None:
+        self._stage(_NOTHING, self._places(self.token_counts[0], 1))
+        self._draws.renew(size)
+
     def _all_places(self) -> list[_Places]:
-        """Every size once: the largest, those around the sizes that decoding beside prompts wants, then the others."""
+        """Every size once: those of a first prompt alone, those that decoding beside prompts wants, then the others.
+
+        What an engine tries first teaches it what steps cost, so that none of these may take the time of a capture.
+        """
         largest = self.token_counts[-1]
         counts = sorted(self.token_counts, key=lambda count: (count != largest, count > _MANY_TOKENS, abs(count - 256)))
-        found = {
-            self._places(count, slices, decodes=decodes): None
+        alone = [self._places(count, 1, decodes=False) for count in counts if count.bit_count() == 1]
+        others = [
+            self._places(count, slices, decodes=decodes)
             for count in counts
             for decodes in (False, True)
             for slices in self._slice_counts
-        }
-        return list(found)
+        ]
+        return list(dict.fromkeys([*alone, *others]))
 
     def _places(self, num_tokens: int, num_slices: int, *, decodes: bool = True) -> _Places:
         """The size for so many tokens and at least so many slices."""

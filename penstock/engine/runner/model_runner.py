@@ -253,6 +253,10 @@ class _ThreadStep(LaunchedStep):
     def __init__(self, future: "Future[StepResult]") -> None:
         self._future = future
 
+    @property
+    def is_done(self) -> bool:
+        return self._future.done()
+
     def wait(self) -> StepResult:
         try:
             return self._future.result()
@@ -271,6 +275,10 @@ class _StreamStep(LaunchedStep):
             self._failure = error
         self._done = torch.cuda.Event()
         self._done.record()
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._done.query())
 
     def wait(self) -> StepResult:
         if self._failure is not None:

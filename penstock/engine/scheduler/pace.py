@@ -30,12 +30,16 @@ class BatchPace(Pace):
 
     Decoding reads every weight for a few tokens, so prompt tokens beside it are cheap up to `knee_tokens`; a step of
     prompts alone would pay for itself. A prompt may be late by as many steps as its answer is shorter than the longest
-    one under way, where both lengths are known. Where they are not, nothing is held back.
+    one under way, where both lengths are known. Where they are not, nothing is held back. Where weights are small it is
+    the prompts' attention that costs each step something: then they run in every so many steps, not fewer than
+    `least_prompt_tokens` together.
     """
 
-    def __init__(self, knee_tokens: int, max_step_tokens: int) -> None:
+    def __init__(self, knee_tokens: int, max_step_tokens: int, least_prompt_tokens: int = 0) -> None:
         self._knee_tokens = knee_tokens
         self._max_step_tokens = max_step_tokens
+        self._least_prompt_tokens = least_prompt_tokens
+        self._saved_tokens = 0  # of prompts, that the last steps could have run
 
     def step_tokens(self, ready: Sequence[Ready], waiting: Iterable[RequestState]) -> int:
         prompts: list[RequestState] = []
@@ -48,6 +52,7 @@ class BatchPace(Pace):
                 longest = max(longest, _steps_left(request))
         prompts.extend(waiting)
         if not prompts or longest == 0:
+            self._saved_tokens = 0
             return self._max_step_tokens
         tokens_so_far, rate = 0, 0.0
         for request in prompts:
@@ -55,7 +60,11 @@ class BatchPace(Pace):
             # A length that is not known may be any: such a request is not made to wait.
             steps = _steps_left(request) or longest
             rate = max(rate, tokens_so_far / max(1, longest - steps))
-        return min(self._max_step_tokens, max(self._knee_tokens, num_decoding + int(rate) + 1))
+        self._saved_tokens += max(self._knee_tokens - num_decoding, int(rate) + 1)
+        if self._saved_tokens < min(self._least_prompt_tokens, tokens_so_far):
+            return num_decoding
+        num_tokens, self._saved_tokens = num_decoding + self._saved_tokens, 0
+        return min(self._max_step_tokens, num_tokens)
 
 
 def _steps_left(request: RequestState) -> int:

@@ -48,7 +48,7 @@ class SimulatedRunner(Runner):
         self._language = language
         self._rows = [_Row() for _ in range(num_rows)]
         self._timing = timing
-        self._free_at = -math.inf  # when the last launched step ends
+        self.free_at = -math.inf  # when the last launched step ends
         self.busy_seconds = 0.0  # of the device, with steps
 
     @property
@@ -62,9 +62,9 @@ class SimulatedRunner(Runner):
         self._timing.sleep_until(launched_at + cost.launch)
         self.busy_seconds += cost.run
         # The device begins with what the host has queued so far, but cannot end before the host has queued it all.
-        self._free_at = max(max(self._free_at, launched_at) + cost.run, self._timing.now())
-        result = StepResult(plan.number, results, self._free_at - launched_at)
-        return _SimulatedStep(result, self._free_at, self._timing)
+        self.free_at = max(max(self.free_at, launched_at) + cost.run, self._timing.now())
+        result = StepResult(plan.number, results, self.free_at - launched_at)
+        return _SimulatedStep(result, self.free_at, self._timing)
 
     def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
         self._copy(len(blocks))
@@ -79,8 +79,8 @@ class SimulatedRunner(Runner):
 
     def _copy(self, num_blocks: int) -> None:
         """Take the time of reading or writing blocks, after every launched step."""
-        self._free_at = max(self._free_at, self._timing.now()) + num_blocks * self._profile.tier_block_ms / 1e3
-        self._timing.sleep_until(self._free_at)
+        self.free_at = max(self.free_at, self._timing.now()) + num_blocks * self._profile.tier_block_ms / 1e3
+        self._timing.sleep_until(self.free_at)
 
     def _run(self, plan: StepPlan) -> list[SliceResult]:
         for start in plan.row_starts:
@@ -121,6 +121,10 @@ class _SimulatedStep(LaunchedStep):
         self._result = result
         self._ends_at = ends_at
         self._timing = timing
+
+    @property
+    def is_done(self) -> bool:
+        return self._timing.now() >= self._ends_at
 
     def wait(self) -> StepResult:
         self._timing.sleep_until(self._ends_at)

@@ -45,7 +45,7 @@ class VirtualReplica:
     @property
     def next_step_at(self) -> float:
         """When it runs again; what arrives until then is taken in first."""
-        return max(self.clock.now(), self._engine.launch_due)
+        return max(self.clock.now(), min(self._engine.launch_due, self._runner.free_at))
 
     @property
     def busy_seconds(self) -> float:

@@ -12,6 +12,7 @@ from penstock.config import gather
 from penstock.engine.builder import BuiltEngine
 from penstock.engine.client import EngineClient, TokenStream
 from penstock.engine.config import EngineConfig
+from penstock.engine.engine import Engine
 from penstock.engine.memory_plan import MemoryPlan
 from penstock.engine.messages import ArrivedEvents, Events, TokenEvent, TokenLogprob, decode_from_engine, encode
 from penstock.engine.process import EngineProcess
@@ -289,6 +290,13 @@ async def test_idle_moments_are_used_until_nothing_is_left_to_do(tmp_path):
     assert len(tokens) == 8
     await client.close()
     running.stop()
+
+
+async def test_a_step_that_ends_sooner_than_foreseen_is_settled_at_once(running, client, monkeypatch):
+    far = property(lambda engine: 0.0 if engine._in_flight is None else time.monotonic() + 60.0)
+    monkeypatch.setattr(Engine, "launch_due", far)
+    tokens, _ = await asyncio.wait_for(collect(ask(client)), 20)
+    assert len(tokens) == 8
 
 
 async def test_blocks_are_told_over_the_socket_while_somebody_watches(client):

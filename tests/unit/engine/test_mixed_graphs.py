@@ -44,7 +44,7 @@ class FakeStaging:
 class NoTuner:
     """On a CPU there is nothing to try."""
 
-    num_skipped = 0
+    num_skipped = num_better = 0
 
     def allow(self, seconds):
         pass
@@ -167,6 +167,33 @@ def test_products_are_tried_until_none_was_skipped(tiny, captures):
         pass
     assert asked[:3] == [asked[0]] * 3
     assert sorted(set(asked)) == asked[2:]
+    engine.runner.close()
+
+
+def test_what_runs_another_way_since_a_trial_is_captured_again(tiny, captures):
+    engine, graphs = engine_with_graphs(tiny)
+    plain = answers(engine, PROMPTS)
+    with torch.inference_mode():
+        while graphs.prepare_next():
+            pass
+    prepared, renewed = len(captures), []
+    better = graphs.token_counts[0]
+
+    def tune(num_tokens, tuner):
+        tuner.num_better = int(num_tokens == better)
+
+    graphs._model = SimpleNamespace(tune=tune, tune_logits=lambda num_rows, tuner: None)
+    graphs._decode_graphs = SimpleNamespace(renew=renewed.append)
+    while graphs.try_products():
+        pass
+    assert len(captures) == prepared  # not in the moment of the trial
+    graphs._model = tiny.model
+    graphs._tuner.num_better = 0
+    while graphs.prepare_next():
+        pass
+    assert renewed == [better]
+    assert len(captures) == prepared + sum(places.num_tokens == better for places in graphs._forwards.captured())
+    assert answers(engine, PROMPTS) == plain
     engine.runner.close()
 
 

@@ -68,14 +68,27 @@ def test_answers_of_one_length_start_as_soon_as_they_can():
     assert run(BatchPace(8, MOST), lengths, ignore_eos=True) == run(None, lengths, ignore_eos=True)
 
 
+def test_small_prompts_run_together_in_some_of_the_steps():
+    lengths = [(20, 100)] + [(20, 10)] * 6
+    spread = run(BatchPace(8, MOST), lengths, ignore_eos=True)
+    together = run(BatchPace(8, MOST, least_prompt_tokens=20), lengths, ignore_eos=True)
+    with_prompts = [size for size in together if size > len(lengths)]
+    assert len(with_prompts) <= len([size for size in spread if size > len(lengths)]) / 2
+    assert len(together) == len(spread) and sum(together) == sum(spread)
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 80)), min_size=1, max_size=ROWS), st.integers(1, 32))
-def test_the_last_answer_ends_about_as_soon_as_with_full_steps(lengths, knee):
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 80)), min_size=1, max_size=ROWS),
+    st.integers(1, 32),
+    st.sampled_from([0, 0, 7, 40]),
+)
+def test_the_last_answer_ends_about_as_soon_as_with_full_steps(lengths, knee, together):
     at_once = run(None, lengths, ignore_eos=True)
-    spread = run(BatchPace(knee, MOST), lengths, ignore_eos=True)
+    spread = run(BatchPace(knee, MOST, together), lengths, ignore_eos=True)
     assert sum(spread) == sum(at_once)
-    # Rounding chunks to whole tokens may cost a step for each request.
-    assert len(spread) <= len(at_once) + len(lengths)
+    # Rounding chunks to whole tokens may cost a step for each request, and so may waiting for others to run with.
+    assert len(spread) <= len(at_once) + len(lengths) * (2 if together else 1)
 
 
 @pytest.mark.parametrize("knee", [1, 8, 1000])
