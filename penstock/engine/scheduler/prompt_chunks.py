@@ -15,8 +15,6 @@ from penstock.engine.scheduler.serving_pace import LEAST_PROMPT_TOKENS, ServingP
 
 # A prompt of which so small a part of the chunk would be left over runs to its end: its first token is a step sooner.
 REST_PART = 1 / 32
-# The same for a prompt that has the engine to itself: a step for its rest would be nobody else's.
-_LONE_REST_PART = 1.0
 # Others' prompts may lengthen a step that is left to one tenant by this part: up to a knee tokens cost almost nothing.
 _GUEST_PART = 0.05
 # Of the device's time, what may be lost by leaving steps to one tenant; and so much of it at once.
@@ -43,7 +41,6 @@ class PromptChunks:
         costs = self._model.costs
         patient_seconds = min(seconds, self._pace.patient_seconds(shape))
         guest_seconds: float | None = None
-        rest_part = _LONE_REST_PART if len(prompts) == 1 and not shape.num_tokens else REST_PART
         for request, remaining in prompts:
             most = min(remaining, max(0, room))
             longest = patient_seconds if self._pace.can_wait(request, remaining) else seconds
@@ -54,7 +51,7 @@ class PromptChunks:
             fitting = costs.prompt_tokens_within(longest, shape, request.computed, most)
             if not sizes:
                 fitting = max(fitting, min(most, LEAST_PROMPT_TOKENS))
-            if most - fitting <= fitting * rest_part:
+            if most - fitting <= fitting * REST_PART:
                 fitting = most
             sizes[request.number] = fitting
             room -= fitting

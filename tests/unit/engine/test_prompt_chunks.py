@@ -40,14 +40,6 @@ def test_a_tenant_that_holds_fewer_rows_has_its_step_to_itself(sizes):
     assert given[1] < 40
 
 
-def test_a_prompt_that_is_alone_is_not_cut_for_the_sake_of_a_small_rest(sizes):
-    (fitting,) = sizes(prompt(0, "a", 8192, num_rows=1)).values()
-    longer = fitting + fitting // 2
-    assert sizes(prompt(0, "a", longer, num_rows=1)) == {0: longer}
-    shared = sizes(prompt(0, "a", longer, num_rows=1), prompt(1, "a", longer, num_rows=1))
-    assert sum(shared.values()) <= fitting, "others wait for the step"
-
-
 def test_what_costs_nothing_is_given_to_the_others(sizes):
     given = sizes(prompt(0, "b", 60, num_rows=1), prompt(1, "a", 1000, num_rows=50))
     assert sum(given.values()) >= 250, "up to there tokens are free on this device"
