@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.interface import AttentionBackend, LayerAttention
+from penstock.kernels.attention.interface import AttentionBackend, LayerAttention, WantedTokens
 from penstock.models.layers.attention import Attention
 from penstock.models.layers.embedding import Embedding
 from penstock.models.layers.feed_forward import FeedForward
@@ -61,12 +61,22 @@ class DecoderLayer:
         return {"qkv": self.attention.qkv, "output": self.attention.output, **self.feed_forward.linears}
 
     def forward(
-        self, update: Tensor | None, residual: Tensor, rotations: list[Tensor], attention: AttentionBackend
-    ) -> Tensor | None:
-        """update, residual: [tokens, hidden]; the residual stream advances in place."""
+        self,
+        update: Tensor | None,
+        residual: Tensor,
+        rotations: list[Tensor],
+        attention: AttentionBackend,
+        wanted: WantedTokens | None = None,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return the update and the residual stream, which advances in place; of the wanted tokens, where some are.
+
+        update, residual: [tokens, hidden].
+        """
         x, norm = _enter(self.attention_norm, update, residual)
+        if wanted is not None:
+            residual = residual.index_select(0, wanted.index)
         stream = residual if self.post_attention_norm is None else None
-        update = self.attention.advance(x, norm, rotations[self.rope], attention, stream)
+        update = self.attention.advance(x, norm, rotations[self.rope], attention, stream, wanted)
         if self.post_attention_norm is not None and update is not None:
             update = self.post_attention_norm.apply(update)
         x, norm = _enter(self.feed_forward_norm, update, residual)
@@ -74,7 +84,7 @@ class DecoderLayer:
         update = self.feed_forward.advance(x, norm, stream)
         if self.post_feed_forward_norm is not None and update is not None:
             update = self.post_feed_forward_norm.apply(update)
-        return update
+        return update, residual
 
 
 def _enter(norm: Norm, update: Tensor | None, residual: Tensor) -> tuple[Tensor, Norm | None]:
@@ -113,21 +123,28 @@ class Decoder:
                 self._alike.setdefault(key, []).append(linear.weight)
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend, wanted: WantedTokens | None = None
+    ) -> Tensor:
         """Run all layers; `attention` must be prepared for this step.
 
-        token_ids, positions: [tokens] integers. Returns [tokens, hidden], not normed yet: `logits` does that.
+        token_ids, positions: [tokens] integers. Returns [tokens, hidden], of the wanted tokens where some are, not
+        normed yet: `logits` does that.
         """
-        return self._run(self.layers, token_ids, positions, attention)
+        return self._run(self.layers, token_ids, positions, attention, wanted)
 
     @torch.inference_mode()
-    def touch(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def touch(
+        self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend, wanted: WantedTokens | None = None
+    ) -> Tensor:
         """Run one layer of each kind, which loads every kernel that `forward` launches for so many tokens.
 
         Takes what `forward` takes and returns its shape, of no meaning.
         """
         kinds = dict(zip(reversed(self.spec.layers), reversed(self.layers), strict=True))
-        return self._run(list(kinds.values()), token_ids, positions, attention)
+        # The last layer runs another way where only some tokens are wanted.
+        last = [] if wanted is None else self.layers[-1:]
+        return self._run([*kinds.values(), *last], token_ids, positions, attention, wanted)
 
     @torch.inference_mode()
     def tune(self, num_tokens: int, tuner: "ProductTuner") -> None:
@@ -141,13 +158,19 @@ class Decoder:
         self.lm_head.weight.tune((), num_rows, "wide", tuner)
 
     def _run(
-        self, layers: list[DecoderLayer], token_ids: Tensor, positions: Tensor, attention: AttentionBackend
+        self,
+        layers: list[DecoderLayer],
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        wanted: WantedTokens | None,
     ) -> Tensor:
         residual = self.embedding.look_up(token_ids)
         rotations = [rope.rotations(positions) for rope in self.ropes]
         update: Tensor | None = None
-        for layer in layers:
-            update = layer.forward(update, residual, rotations, attention)
+        for layer in layers[:-1]:
+            update, residual = layer.forward(update, residual, rotations, attention)
+        update, residual = layers[-1].forward(update, residual, rotations, attention, wanted)
         return residual if update is None else residual.add_(update)
 
     @torch.inference_mode()

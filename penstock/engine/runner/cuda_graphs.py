@@ -9,7 +9,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -18,14 +18,19 @@ from torch import Tensor
 from penstock.engine.runner.batch_rows import BatchRows
 from penstock.engine.runner.token_draw import DrawOutcome, TokenDraw
 from penstock.engine.runner.transfer import StagingRing
-from penstock.kernels.attention.interface import AttentionBackend, AttentionStep
+from penstock.kernels.attention.interface import AttentionBackend, AttentionStep, WantedTokens
 from penstock.kernels.product_tuner import ProductTuner
 from penstock.models.decoder import Decoder
 
 T = TypeVar("T")
 
-# A forward pass: token ids, positions and the prepared attention in, hidden states out.
-Forward = Callable[[Tensor, Tensor, AttentionBackend], Tensor]
+
+class Forward(Protocol):
+    """A forward pass: token ids, positions and the prepared attention in, hidden states out."""
+
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend, wanted: WantedTokens | None = None
+    ) -> Tensor: ...
 
 
 def batch_sizes(most: int) -> list[int]:

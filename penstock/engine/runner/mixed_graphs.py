@@ -21,7 +21,7 @@ from penstock.engine.runner.cuda_graphs import DecodeGraphs, Forward, batch_size
 from penstock.engine.runner.layout import Layout
 from penstock.engine.runner.token_draw import DrawOutcome, TokenDraw
 from penstock.engine.runner.transfer import StagingRing
-from penstock.kernels.attention.interface import AttentionBackend, AttentionStep
+from penstock.kernels.attention.interface import AttentionBackend, AttentionStep, WantedTokens
 from penstock.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ Size = TypeVar("Size")
 _SLICE_COUNTS = (32, 64, 128, 256, 512, 1024, 2048)
 # From so many tokens on, what such programs cost is lost beside the rest of the step.
 _MANY_TOKENS = 1024
+# A last layer for the tokens that are drawn from pays where a step has this many times as many.
+_WANTED_TIMES = 2
 # After so long no other product is tried in an idle moment.
 _TRIAL_SECONDS = 0.01
 # Beyond so many tokens the library's first choice is good, and trials take memory and long.
@@ -299,6 +301,7 @@ class MixedGraphs:
         )
         inputs = self._draw.gather(rows, positions)
         slices = places.max_slices
+        wanted = self._wanted(slices) if places.num_tokens >= _WANTED_TIMES * slices else None
         self._attention.prepare(
             AttentionStep(
                 num_decodes=slices if places.decodes else 0,
@@ -309,10 +312,21 @@ class MixedGraphs:
                 lens=lens,
                 starts=starts,
                 plan=plan,
+                wanted=wanted,
             )
         )
-        hidden = forward(inputs.token_ids, positions, self._attention)
+        hidden = forward(inputs.token_ids, positions, self._attention, wanted)
+        if wanted is not None:
+            self._states[:slices] = hidden
+            return self._states
         return torch.index_select(hidden, 0, self._inputs[: self._max_draws], out=self._states)
+
+    def _wanted(self, count: int) -> WantedTokens:
+        """The tokens that the first so many draws are made from."""
+        begin = self._max_draws
+        rows, positions = self._inputs[begin : begin + count], self._inputs[2 * begin : 2 * begin + count]
+        lens = self._draw.gather(rows, positions).lens
+        return WantedTokens(self._inputs[:count], lens, self._rows.tables.index_select(0, rows))
 
     def _load_forward(self, places: _Places) -> None:
         self._model.tune(places.num_tokens, self._tuner)

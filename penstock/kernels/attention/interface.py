@@ -34,6 +34,18 @@ class HeadNorm:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class WantedTokens:
+    """The tokens of a step whose states somebody wants: those that are drawn from, each the last of its slice.
+
+    Behind the last layer's keys and values no other token's state is used.
+    """
+
+    index: Tensor  # [n] int64: which of the packed tokens
+    lens: Tensor  # [n] int32: tokens visible to each, itself included
+    block_tables: Tensor  # [n, blocks] int32
+
+
 @dataclass(slots=True)
 class AttentionStep:
     """One step's layout. Tokens of all slices are packed in the order of the slices.
@@ -53,6 +65,7 @@ class AttentionStep:
     # counts as a decode, or none where none will be; the lists above are the most there can be, and tokens past the
     # last slice's are nobody's.
     plan: Tensor | None = None  # [plan_size] int32
+    wanted: WantedTokens | None = None  # None: any may be asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +131,9 @@ class AttentionBackend(ABC):
             rotated = rms_norm(rotated, norm.weight, norm.eps)
         apply_rope(rotated, rotation)
         return self.run(rotated[:, : shape.num_heads], rotated[:, shape.num_heads :], v, layer)
+
+    def run_wanted(
+        self, heads: Tensor, rotation: Tensor, norm: HeadNorm | None, layer: int, wanted: WantedTokens
+    ) -> Tensor:
+        """As `run_heads`, of which only the wanted tokens' results are returned: [n, heads * head_dim]."""
+        return self.run_heads(heads, rotation, norm, layer).index_select(0, wanted.index)

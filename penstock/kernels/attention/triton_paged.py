@@ -14,7 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.interface import AttentionBackend, AttentionStep, Capability, HeadNorm, LayerAttention
+from penstock.kernels.attention.interface import (
+    AttentionBackend,
+    AttentionStep,
+    Capability,
+    HeadNorm,
+    LayerAttention,
+    WantedTokens,
+)
 
 if TYPE_CHECKING:
     from penstock.kernels.triton.paged_decode import DecodeWorkspace, Splits
@@ -50,7 +57,9 @@ class TritonPagedAttention(AttentionBackend):
         self._lens, self._starts = step.lens, step.starts
         self._decode_lens = step.lens
         if step.num_decodes:
-            self._splits = self._split(step)
+            self._division = self._divide(step.num_decodes, step.block_tables)
+        if step.wanted is not None:
+            self._wanted_division = self._divide(len(step.wanted.index), step.wanted.block_tables)
         self._tiles: dict[int, Tensor] = {}
         self._side = self._side_stream if step.plan is not None and step.num_decodes else None
         if step.plan is not None:
@@ -111,18 +120,34 @@ class TritonPagedAttention(AttentionBackend):
         return self._attend(q, layer)
 
     def run_heads(self, heads: Tensor, rotation: Tensor, norm: HeadNorm | None, layer: int) -> Tensor:
+        self._rotate(heads, rotation, norm, layer)
+        return self._attend(heads[:, : self.layers[layer].num_heads], layer)
+
+    def run_wanted(
+        self, heads: Tensor, rotation: Tensor, norm: HeadNorm | None, layer: int, wanted: WantedTokens
+    ) -> Tensor:
+        from penstock.kernels.triton.paged_decode import paged_decode
+
+        # All keys and values are in the pool then: to those before it each of these tokens is one that decodes.
+        self._rotate(heads, rotation, norm, layer)
+        shape = self.layers[layer]
+        q = heads[:, : shape.num_heads].index_select(0, wanted.index)
+        out = q.new_empty(len(q), shape.num_heads * shape.head_dim)
+        paged_decode(q, self.kv_pool[layer], wanted.block_tables, wanted.lens, out, shape, *self._wanted_division)
+        return out
+
+    def _rotate(self, heads: Tensor, rotation: Tensor, norm: HeadNorm | None, layer: int) -> None:
+        """Norm and rotate heads in place, and write keys and values to the pool."""
         from penstock.kernels.triton.rope_cache import rotate_and_cache
 
-        shape = self.layers[layer]
         rotate_and_cache(
             heads,
             rotation,
             None if norm is None else (norm.weight, norm.eps),
             self._step.slots,
             self.kv_pool[layer],
-            num_heads=shape.num_heads,
+            num_heads=self.layers[layer].num_heads,
         )
-        return self._attend(heads[:, : shape.num_heads], layer)
 
     def _attend(self, q: Tensor, layer: int) -> Tensor:
         """Attend to what is in the pool. q: [tokens, heads, head_dim]."""
@@ -147,8 +172,7 @@ class TritonPagedAttention(AttentionBackend):
                 self._decode_lens,
                 out[:num_decodes],
                 shape,
-                self._splits,
-                self._workspaces[-1],
+                *self._division,
                 overlap=not prefill_first,
             )
             launches.insert(1 if prefill_first else 0, decode)
@@ -177,15 +201,16 @@ class TritonPagedAttention(AttentionBackend):
         tiles = self._tiles[kernel.tile_tokens]
         kernel.run(q, self.kv_pool[layer], step.block_tables, self._lens, self._starts, tiles, out, shape)
 
-    def _split(self, step: AttentionStep) -> "Splits":
+    def _divide(self, num_decodes: int, block_tables: Tensor) -> "tuple[Splits, DecodeWorkspace]":
+        """Return how contexts are divided, and room for their parts: kernels run one after another and may share it."""
         from penstock.kernels.triton.paged_decode import DecodeWorkspace, choose_splits
 
-        layer, num_decodes = self._largest, step.num_decodes
-        max_context = step.block_tables.shape[1] * self.kv_pool[0].shape[2]
+        layer = self._largest
+        max_context = block_tables.shape[1] * self.kv_pool[0].shape[2]
         splits = choose_splits(num_decodes, layer.num_kv_heads, max_context, self._num_multiprocessors)
         if not self._workspaces or not self._workspaces[-1].fits(num_decodes, splits, layer):
-            self._workspaces.append(DecodeWorkspace.of(num_decodes, splits, layer, step.block_tables.device))
-        return splits
+            self._workspaces.append(DecodeWorkspace.of(num_decodes, splits, layer, block_tables.device))
+        return splits, self._workspaces[-1]
 
     def _list_tiles(self, tile_tokens: int) -> Tensor:
         from penstock.kernels.triton.paged_prefill import list_tiles

@@ -5,7 +5,7 @@ Knows nothing of the cache: the backend norms and rotates heads, writes keys and
 
 from torch import Tensor
 
-from penstock.kernels.attention.interface import AttentionBackend, HeadNorm
+from penstock.kernels.attention.interface import AttentionBackend, HeadNorm, WantedTokens
 from penstock.models.layers.linear import Linear
 from penstock.models.layers.norm import Norm
 from penstock.parallel.groups import Group
@@ -35,12 +35,21 @@ class Attention:
         self._heads_shape = (num_heads + 2 * num_kv_heads, head_dim)
 
     def advance(
-        self, x: Tensor, norm: Norm | None, rotations: Tensor, attention: AttentionBackend, stream: Tensor | None
+        self,
+        x: Tensor,
+        norm: Norm | None,
+        rotations: Tensor,
+        attention: AttentionBackend,
+        stream: Tensor | None,
+        wanted: WantedTokens | None = None,
     ) -> Tensor | None:
         """Attend for x, normed first where a norm is given, and add the result to the stream, or return it.
 
-        x, stream: [tokens, hidden]. See `Linear.advance`.
+        x: [tokens, hidden]; stream: the same, or of the wanted tokens alone where some are. See `Linear.advance`.
         """
         heads = self.qkv.apply(x, norm).view(-1, *self._heads_shape)  # [tokens, query + key + value heads, head_dim]
-        mixed = attention.run_heads(heads, rotations, self.head_norm, self.layer)  # [tokens, heads * head_dim]
+        if wanted is None:
+            mixed = attention.run_heads(heads, rotations, self.head_norm, self.layer)  # [tokens, heads * head_dim]
+        else:
+            mixed = attention.run_wanted(heads, rotations, self.head_norm, self.layer, wanted)
         return self.output.advance(mixed, stream, self.group)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from tests.triton_device import DEVICE, DTYPES, TOLERANCE, relative_error  # isort: skip
 
-from penstock.kernels.attention.interface import AttentionStep, HeadNorm, LayerAttention
+from penstock.kernels.attention.interface import AttentionStep, HeadNorm, LayerAttention, WantedTokens
 from penstock.kernels.attention.reference import ReferenceAttention
 from penstock.kernels.attention.triton_paged import TritonPagedAttention
 from penstock.kernels.triton.paged_decode import DecodeTile, DecodeWorkspace, Splits, choose_splits, paged_decode
@@ -170,6 +170,28 @@ def test_fused_heads_give_what_the_separate_operations_give(with_norm: bool) -> 
     expected = plain.run_heads(heads.clone(), rotation, norm, 0)
     assert relative_error(fused.run_heads(heads.clone(), rotation, norm, 0), expected) < 1e-5
     torch.testing.assert_close(fused.kv_pool[0], plain.kv_pool[0], equal_nan=True)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_wanted_tokens_get_what_they_would_get_among_all(window: int | None) -> None:
+    layer = replace(LAYER, window=window)
+    queries, contexts = [1, 1, 7, 20], [33, 7, 130, 20]
+    batch = PagedBatch.random(queries, contexts, layer, dtype=torch.float32, device=DEVICE)
+    num_heads = layer.num_heads + 2 * layer.num_kv_heads
+    heads = torch.randn(sum(queries), num_heads, layer.head_dim, device=DEVICE)
+    angles = torch.rand(sum(queries), 1, layer.head_dim // 2, device=DEVICE)
+    rotation = torch.polar(torch.ones_like(angles), angles)
+    # In another order; the second again, for a draw that is nobody's.
+    slices = [3, 0, 2, 1, 1]
+    ends = torch.tensor([sum(queries[: index + 1]) - 1 for index in slices], device=DEVICE)
+    lens = torch.tensor([contexts[index] for index in slices], dtype=torch.int32, device=DEVICE)
+    wanted = WantedTokens(ends, lens, batch.step.block_tables[slices])
+    backend = TritonPagedAttention([layer], [batch.pool.clone()])
+    backend.prepare(batch.step)
+    expected = backend.run_heads(heads.clone(), rotation, None, 0)[ends]
+    backend = TritonPagedAttention([layer], [batch.pool.clone()])
+    backend.prepare(replace(batch.step, wanted=wanted))
+    assert relative_error(backend.run_wanted(heads.clone(), rotation, None, 0, wanted), expected) < 1e-5
 
 
 def test_tiles_cover_every_query_token_and_the_longest_come_first() -> None:
