@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from penstock.errors import ModelError
+from penstock.models.end_tokens import gguf_token_id
 from penstock.models.gguf import GgufFile
 
 SPACE_MARK = "\u2581"  # SentencePiece's visible space
@@ -32,6 +33,9 @@ _SPLITS = {
     "llama-v3": "llama3",
     "qwen2": "qwen2",
 }
+
+# Phi-3's tokens swallow the white space behind them, but for these. Files do not say so; the architecture tells.
+_PHI3_PLAIN = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 
 def build(file: GgufFile) -> tokenizers.Tokenizer:
@@ -136,17 +140,28 @@ class _Builder:
 
     def _add_tokens(self, backend: tokenizers.Tokenizer) -> None:
         """Tokens that text is searched for before anything else. Control tokens leave no text behind."""
-        kinds = list(zip(self.tokens, self.types, strict=True))
-        backend.add_special_tokens(
-            [
-                AddedToken(token, normalized=False, special=True)
-                for token, kind in kinds
-                if kind in (_CONTROL, _UNKNOWN) and token
-            ]
-        )
-        backend.add_tokens(
-            [AddedToken(token, normalized=False) for token, kind in kinds if kind == _USER_DEFINED and token]
-        )
+        special = [
+            self._added(token)
+            for token, kind in zip(self.tokens, self.types, strict=True)
+            if kind in (_CONTROL, _UNKNOWN) and token
+        ]
+        text = [
+            self._added(token)
+            for token, kind in zip(self.tokens, self.types, strict=True)
+            if kind == _USER_DEFINED and token
+        ]
+        backend.add_special_tokens(special)
+        backend.add_tokens(text)
+
+    def _added(self, token: str) -> AddedToken:
+        swallows = self._is_phi3_sentencepiece and token not in _PHI3_PLAIN
+        # One of spaces, where the file writes them visibly, is found in text that has been written so too.
+        return AddedToken(token, normalized=SPACE_MARK in token, rstrip=swallows)
+
+    @property
+    def _is_phi3_sentencepiece(self) -> bool:
+        metadata = self._metadata
+        return metadata.get("general.architecture") == "phi3" and metadata.get("tokenizer.ggml.model") == "llama"
 
     def _add_frame(self, backend: tokenizers.Tokenizer, *, default_bos: bool) -> None:
         """Put the beginning-of-text and end-of-text tokens around a text, where the model wants them."""
@@ -168,7 +183,7 @@ class _Builder:
         return _SPLITS[name]
 
     def _token_id(self, key: str) -> int | None:
-        value = self._metadata.get(f"tokenizer.ggml.{key}")
+        value = gguf_token_id(self._metadata, key)
         if value is None:
             return None
         if type(value) is not int or not 0 <= value < len(self.tokens):

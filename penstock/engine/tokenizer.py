@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from penstock.engine import gguf_vocabulary
 from penstock.engine.gguf_vocabulary import SPACE_MARK
 from penstock.errors import InvalidParameter, ModelError
-from penstock.models.end_tokens import gguf_end_token_ids
+from penstock.models.end_tokens import gguf_end_token_ids, gguf_token_id
 from penstock.models.gguf import GgufFile
 from penstock.models.registry import read_json
 from penstock.models.store import ModelFiles
@@ -382,7 +382,7 @@ def _require_whole_characters(text: str) -> bytes:
 
 def _from_gguf(file: GgufFile) -> Tokenizer:
     backend = gguf_vocabulary.build(file)
-    bos, eos = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
+    bos, eos = (gguf_token_id(file.metadata, f"{name}_token_id") for name in ("bos", "eos"))
     template = file.metadata.get("tokenizer.chat_template")
     return Tokenizer(
         backend,

@@ -5,7 +5,7 @@ A family calls one of these readers and changes what is its own with `dataclasse
 
 from collections.abc import Mapping
 
-from penstock.models.end_tokens import END_TOKEN_NAMES, gguf_end_token_ids
+from penstock.models.end_tokens import END_TOKEN_NAMES, gguf_end_token_ids, gguf_token_id
 from penstock.models.parameters import Names, WeightLayout
 from penstock.models.rope_settings import read_gguf_rope, read_rope, rope_section
 from penstock.models.settings import GgufSettings, Settings
@@ -122,7 +122,7 @@ def read_gguf_decoder(
         attention_bias="blk.0.attn_q.bias" in settings.shapes,
         dtype="bfloat16",  # what nearly all models were trained in; float16 can overflow
         eos_token_ids=_gguf_end_tokens(settings, vocab_size),
-        bos_token_id=settings.tokenizer.optional_integer("bos_token_id", low=0, high=vocab_size - 1),
+        bos_token_id=_gguf_bos(settings, vocab_size),
     )
 
 
@@ -137,6 +137,12 @@ def _gguf_vocab_size(settings: GgufSettings) -> int:
     if isinstance(tokens, list) and len(tokens) > embedding[0]:
         raise settings.tokenizer.refusal("tokens", f"tensor token_embd.weight has only {embedding[0]} rows")
     return embedding[0]
+
+
+def _gguf_bos(settings: GgufSettings, vocab_size: int) -> int | None:
+    if gguf_token_id(settings.values, "bos_token_id") is None:
+        return None
+    return settings.tokenizer.optional_integer("bos_token_id", low=0, high=vocab_size - 1)
 
 
 def _gguf_end_tokens(settings: GgufSettings, vocab_size: int) -> tuple[int, ...]:

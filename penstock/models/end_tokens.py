@@ -1,4 +1,4 @@
-"""Which tokens end a text or a turn, for files that name only one of them. No torch."""
+"""Which tokens end a text or a turn, for files that name only one of them, and how files name tokens. No torch."""
 
 from collections.abc import Mapping
 
@@ -21,10 +21,16 @@ END_TOKEN_NAMES = ("eos_token_id", "eot_token_id", "eom_token_id")  # of text, t
 _NONE = 2**32 - 1
 
 
+def gguf_token_id(metadata: Mapping[str, object], name: str) -> object:
+    """Return the id that the metadata gives for a role, such as `bos_token_id`; None where no token has it."""
+    token_id = metadata.get(f"tokenizer.ggml.{name}")
+    return None if token_id == _NONE else token_id
+
+
 def gguf_end_token_ids(metadata: Mapping[str, object]) -> tuple[int, ...]:
     """Return the ids that the metadata names, then those known by their text."""
-    named = [metadata.get(f"tokenizer.ggml.{name}") for name in END_TOKEN_NAMES]
-    ids = [token_id for token_id in named if isinstance(token_id, int) and 0 <= token_id != _NONE]
+    named = [gguf_token_id(metadata, name) for name in END_TOKEN_NAMES]
+    ids = [token_id for token_id in named if isinstance(token_id, int) and token_id >= 0]
     tokens = metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list):
         ids += [token_id for token_id, token in enumerate(tokens) if token in _END_TOKENS]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from penstock.models.decoder_settings import SAFETENSORS_LAYOUT, read_decoder
 from penstock.models.family import Family
+from penstock.models.layer_types import read_window
 from penstock.models.llama import LLAMA_GGUF_LAYOUT, read_gguf
 from penstock.models.settings import Settings
 from penstock.models.spec import LayerSpec, ModelSpec
@@ -16,8 +17,7 @@ def read_config(settings: Settings) -> ModelSpec:
     if "layer_types" in settings:
         raise settings.refusal("layer_types", "a Mistral model has one kind of layer")
     spec = read_decoder(settings, "mistral", max_position=131_072)
-    window = settings.optional_integer("sliding_window") if settings.is_given("sliding_window") else 4096
-    return replace(spec, layers=(LayerSpec(window=window),) * spec.num_layers)
+    return replace(spec, layers=(LayerSpec(window=read_window(settings)),) * spec.num_layers)
 
 
 FAMILY = Family("mistral", read_config, SAFETENSORS_LAYOUT, read_gguf, LLAMA_GGUF_LAYOUT)

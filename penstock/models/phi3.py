@@ -15,6 +15,8 @@ from penstock.models.rope_settings import rope_section
 from penstock.models.settings import GgufSettings, Settings
 from penstock.models.spec import LayerSpec, ModelSpec
 
+_TRAINED = "original_max_position_embeddings"
+
 _QKV = tuple(f"layers.{{layer}}.{name}" for name in ("q", "k", "v"))
 _GATE_UP = tuple(f"layers.{{layer}}.{name}" for name in ("gate", "up"))
 
@@ -41,6 +43,9 @@ _GGUF = WeightLayout(
 
 
 def read_config(settings: Settings) -> ModelSpec:
+    # What is not given is the trained length of the first models, whatever the section says.
+    if _TRAINED not in settings:
+        settings = Settings({**settings.values, _TRAINED: 4096}, settings.file)
     section = rope_section(settings)
     # Early files say "yarn" or "su" and mean longrope.
     if section is not None and "long_factor" in section:

@@ -10,6 +10,7 @@ from penstock.models.decoder_settings import (
     read_gguf_decoder,
 )
 from penstock.models.family import Family
+from penstock.models.layer_types import read_window
 from penstock.models.mixtral import GGUF_EXPERT_NAMES, read_moe
 from penstock.models.parameters import WeightLayout
 from penstock.models.settings import GgufSettings, Settings
@@ -33,7 +34,7 @@ _SAFETENSORS = WeightLayout(
 def read_config(settings: Settings) -> ModelSpec:
     spec = read_decoder(settings, "qwen3_moe", max_position=32_768)
     bias = settings.flag("attention_bias", False)
-    window = settings.integer("sliding_window", 4096) if settings.flag("use_sliding_window", False) else None
+    window = read_window(settings) if settings.flag("use_sliding_window", False) else None
     step = settings.integer("decoder_sparse_step", 1)
     dense = settings.integers("mlp_only_layers")
     layers = tuple(

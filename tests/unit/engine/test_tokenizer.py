@@ -48,9 +48,9 @@ def vocabulary(default_model_path: Path) -> dict[str, Any]:
     return dict(GgufFile.open(default_model_path).metadata)
 
 
-def write_gguf(path: Path, **metadata: Any) -> Path:
+def write_gguf(path: Path, *, architecture: str = "llama", **metadata: Any) -> Path:
     """Write a GGUF file without tensors; keys are those below tokenizer.ggml."""
-    writer = gguf.GGUFWriter(str(path), "llama")
+    writer = gguf.GGUFWriter(str(path), architecture)
     for key, value in metadata.items():
         full = f"tokenizer.ggml.{key}"
         if isinstance(value, list):
@@ -280,6 +280,34 @@ def test_sentencepiece_texts_begin_with_bos_and_control_tokens_are_found(tmp_pat
     turn = parts["tokens"].index("<turn>")
     assert tokenizer.encode("<turn>", add_special=True) == [1, turn]
     assert tokenizer.encode("\n\n", add_special=False) == [turn + 1]
+
+
+def test_tokens_of_phi3_swallow_the_white_space_behind_them(tmp_path: Path) -> None:
+    parts = sentencepiece_parts(prefix=True)
+    turn = parts["tokens"].index("<turn>")
+    phi3 = load_gguf(write_gguf(tmp_path / "phi3.gguf", architecture="phi3", **parts))
+    assert phi3.encode("<turn>\n ab", add_special=False) == [turn, *phi3.encode("ab", add_special=False)]
+    # The one that begins a text does not, and other models' do not either.
+    assert phi3.encode("<s> ab", add_special=False) == [1, *phi3.encode(" ab", add_special=False)]
+    llama = load_gguf(write_gguf(tmp_path / "llama.gguf", **parts))
+    assert llama.encode("<turn> ab", add_special=False) == [turn, *llama.encode(" ab", add_special=False)]
+
+
+def test_a_token_of_several_spaces_is_found_however_the_file_writes_spaces(tmp_path: Path) -> None:
+    parts = sentencepiece_parts(prefix=False)
+    spaces = len(parts["tokens"])
+    parts |= {"token_type": [*parts["token_type"], USER_DEFINED], "scores": [*parts["scores"], 0.0]}
+    for name, token in (("spaces", " " * 9), ("marks", "\u2581" * 9)):
+        tokenizer = load_gguf(write_gguf(tmp_path / f"{name}.gguf", **parts | {"tokens": [*parts["tokens"], token]}))
+        middle = tokenizer.encode("c", add_special=False)
+        assert tokenizer.encode("c" + " " * 9 + "c", add_special=False) == [*middle, spaces, *middle]
+
+
+def test_a_token_that_the_file_says_it_does_not_have_is_none(tmp_path: Path) -> None:
+    parts = sentencepiece_parts(prefix=False) | {"bos_token_id": 2**32 - 1, "eos_token_id": 2**32 - 1}
+    tokenizer = load_gguf(write_gguf(tmp_path / "none.gguf", **parts))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (None, ())
+    assert tokenizer.encode("c", add_special=True) == tokenizer.encode("c", add_special=False)
 
 
 def test_a_first_space_after_a_prompt_is_text(tmp_path: Path) -> None:
