@@ -67,15 +67,7 @@ def load_model(
     family = FAMILIES.load(spec.family)
     layout = family.gguf if files.kind == "gguf" else family.safetensors
     source = source or open_weights(files, dtype=dtype, device=device, progress=progress)
-    builder = _Builder(
-        _with_its_head(spec, source, layout),
-        source,
-        layout,
-        group=group,
-        device=device,
-        dtype=dtype,
-        precision=precision,
-    )
+    builder = _Builder(spec, source, layout, group=group, device=device, dtype=dtype, precision=precision)
     decoder = builder.build(context_tokens or spec.max_position)
     builder.refuse_unused()
     return decoder
@@ -87,7 +79,7 @@ def refuse_damage(files: ModelFiles, spec: ModelSpec) -> None:
         return
     family, source = FAMILIES.load(spec.family), open_weights(files)
     layout = family.gguf if files.kind == "gguf" else family.safetensors
-    parts = locate(_with_its_head(spec, source, layout), layout, source.has)
+    parts = locate(spec, layout, source.has)
     shapes = {part.tensor: part.shape for part in parts.values()}
     for name, shape in shapes.items():
         stored = source.get(name, shape)
@@ -99,18 +91,6 @@ def refuse_damage(files: ModelFiles, spec: ModelSpec) -> None:
                     file=stored.file,
                     tensor=name,
                 )
-
-
-def _with_its_head(spec: ModelSpec, source: WeightSource, layout: WeightLayout) -> ModelSpec:
-    """A head that is saved although the settings tie it to the embedding counts where the two differ."""
-    if not spec.tie_embeddings or head_tensor(layout, source.has) not in source.names():
-        return spec
-    untied = replace(spec, tie_embeddings=False)
-    parts = locate(untied, layout, source.has)
-    embedding, head = (source.get(part.tensor, part.shape) for part in (parts["embedding"], parts["lm_head"]))
-    if embedding.type == head.type:
-        return spec if torch.equal(embedding.data, head.data) else untied
-    return spec if torch.equal(embedding.dense(), head.dense()) else untied
 
 
 class _Builder:

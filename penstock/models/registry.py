@@ -4,7 +4,7 @@ A family is found by `model_type` in `config.json` or by `general.architecture` 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from penstock.errors import ModelError
 from penstock.models.family import Family
 from penstock.models.gguf import GgufFile
 from penstock.models.safetensors_file import weight_files
+from penstock.models.saved_head import with_its_head
 from penstock.models.settings import GgufSettings, Settings
 from penstock.models.spec import ModelSpec
 from penstock.models.store import ModelFiles
@@ -44,12 +45,20 @@ _MAX_JSON_BYTES = 16 * 1024 * 1024
 
 def spec_for(files: ModelFiles) -> ModelSpec:
     """Read a model's spec from its files. Raises ModelError naming file, key and value."""
+    is_dummy = files.load_format == "dummy"  # weights of which the files say nothing
     if files.kind == "gguf":
-        return replace(gguf_spec(GgufFile.open(files.path)), stored_bytes=files.path.stat().st_size)
+        spec = gguf_spec(GgufFile.open(files.path))
+        return spec if is_dummy else replace(spec, stored_bytes=_num_bytes([files.path]))
     spec = config_spec(files.config or files.path / "config.json")
-    if files.load_format == "dummy":
+    if is_dummy:
         return spec
-    return replace(spec, stored_bytes=sum(file.stat().st_size for file in weight_files(files.path)))
+    paths = weight_files(files.path)
+    spec = with_its_head(spec, FAMILIES.load(spec.family).safetensors, paths)
+    return replace(spec, stored_bytes=_num_bytes(paths))
+
+
+def _num_bytes(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)
 
 
 def config_spec(config: Path) -> ModelSpec:

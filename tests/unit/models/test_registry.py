@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from penstock.errors import ModelError
 from penstock.models.gguf import GgufFile
 from penstock.models.registry import FAMILIES, GGUF_ARCHITECTURES, MODEL_TYPES, config_spec, gguf_spec, spec_for
 from penstock.models.spec import RopeSpec
+from penstock.models.store import ModelFiles
 from tests.gguf_models import write_gguf
 from tests.tiny_models import SIZES, edit_config, folder_files, make_reference
 
@@ -109,14 +111,26 @@ def test_phi_3_calls_longrope_by_older_names_too(tmp_path: Path) -> None:
     assert spec.ropes[0].original_max_position == 32
 
 
+def test_phi_3_was_trained_on_4096_tokens_unless_its_settings_say_otherwise(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    scaling = {"type": "longrope", "original_max_position_embeddings": 8, **factors}
+    spec = config_spec(write_config(tmp_path, model_type="phi3", rope_scaling=scaling))
+    assert spec.ropes[0].original_max_position == 4096
+    given = write_config(tmp_path, model_type="phi3", rope_scaling=scaling, original_max_position_embeddings=16)
+    assert config_spec(given).ropes[0].original_max_position == 16
+
+
 def test_yarn_lengthens_the_context(tmp_path: Path) -> None:
     section = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     assert config_spec(write_config(tmp_path, rope_scaling=section)).max_position == 256
 
 
-def test_mistral_means_no_window_by_null_and_4096_by_absence(tmp_path: Path) -> None:
-    absent = config_spec(write_config(tmp_path, model_type="mistral"))
-    null = config_spec(write_config(tmp_path, model_type="mistral", sliding_window=None))
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "qwen3_moe"])
+def test_null_means_no_window_and_absence_one_of_4096(family: str, tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    settings = {"model_type": family, "use_sliding_window": True, "max_window_layers": 0, **experts}
+    absent = config_spec(write_config(tmp_path, **settings))
+    null = config_spec(write_config(tmp_path, **settings, sliding_window=None))
     assert {layer.window for layer in absent.layers} == {4096}
     assert {layer.window for layer in null.layers} == {None}
 
@@ -218,6 +232,20 @@ def test_a_gguf_file_may_have_more_rows_than_tokens_and_no_end_token(tmp_path: P
     file.metadata |= {"tokenizer.ggml.tokens": ["t"] * 90, "tokenizer.ggml.eos_token_id": 2**32 - 1}
     assert gguf_spec(file).vocab_size == 97
     assert gguf_spec(file).eos_token_ids == ()
+
+
+def test_a_gguf_file_may_say_that_no_token_begins_a_text(tmp_path: Path) -> None:
+    write_gguf(make_reference("llama"), tmp_path / "tiny.gguf")
+    file = GgufFile.open(tmp_path / "tiny.gguf")
+    file.metadata |= {"tokenizer.ggml.bos_token_id": 2**32 - 1}
+    assert gguf_spec(file).bos_token_id is None
+
+
+def test_random_weights_are_not_as_small_as_those_of_the_file(tmp_path: Path) -> None:
+    write_gguf(make_reference("llama"), tmp_path / "tiny.gguf")
+    files = ModelFiles("tiny", "gguf", tmp_path / "tiny.gguf")
+    assert spec_for(files).stored_bytes == (tmp_path / "tiny.gguf").stat().st_size
+    assert spec_for(replace(files, load_format="dummy")).stored_bytes == 0
 
 
 def test_an_unknown_gguf_architecture_is_refused_with_what_is_supported(tmp_path: Path) -> None:
