@@ -5,6 +5,7 @@ The same engine, scheduler and text assembly as the server's, without the socket
 
 import asyncio
 import operator
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -19,10 +20,11 @@ from penstock.engine.messages import Submit, TokenEvent, TokenLogprob
 from penstock.engine.scheduler.intake import check_submit
 from penstock.engine.timeline import Timeline
 from penstock.engine.tokenizer import Tokenizer
-from penstock.errors import EngineFailed, EngineUnavailable, InvalidParameter, RequestError, TemplateFailed
+from penstock.errors import ConfigError, EngineFailed, EngineUnavailable, InvalidParameter, RequestError, TemplateFailed
 from penstock.models import store
 from penstock.protocol.openai_chat import ChatMessage, check_messages
-from penstock.request import FinishReason, SamplingParams, check_answer_fits, check_text_tokens
+from penstock.protocol.wire import refuse_nul
+from penstock.request import FinishReason, SamplingParams, check_answer_fits, check_text_tokens, prompt_names
 from penstock.server.chat_template import ChatTemplate, read_template
 from penstock.server.text_assembly import TextAssembler
 
@@ -85,7 +87,10 @@ class LLM:
     >>> llm.generate(["The capital of France is"], SamplingParams(max_tokens=8, temperature=0))[0].text
     """
 
-    def __init__(self, model: str = "smollm2-135m", *, progress: Progress | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: str | os.PathLike[str] = "smollm2-135m", *, progress: Progress | None = None, **options: Any
+    ) -> None:
+        model = _model_name(model)
         sourced = gather({"model": model, **options}, environ={})
         template = sourced.options.chat_template
         own_template = read_template(template) if template is not None else None
@@ -113,7 +118,7 @@ class LLM:
 
         Raises RequestError before any of them runs, where one cannot.
         """
-        ids = [self._to_ids(prompt) for prompt in _as_list(prompts)]
+        ids = self._all_ids(prompts)
         each = self._params_for(ids, params)
         done = self._run(ids, each)
         return [request.completion(chosen) for request, chosen in zip(done, each, strict=True)]
@@ -131,7 +136,7 @@ class LLM:
 
     def score(self, prompts: Prompt | Iterable[Prompt]) -> list[list[float | None]]:
         """Return each prompt token's log-probability given those before it; the first has none."""
-        ids = [self._to_ids(prompt) for prompt in _as_list(prompts)]
+        ids = self._all_ids(prompts)
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True)
         return [request.prompt_logprobs for request in self._run(ids, [params] * len(ids))]
 
@@ -148,11 +153,16 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _to_ids(self, prompt: Prompt) -> list[int]:
+    def _all_ids(self, prompts: Prompt | Iterable[Prompt]) -> list[list[int]]:
+        listed = _as_list(prompts)
+        return [self._to_ids(prompt, name) for prompt, name in zip(listed, prompt_names(len(listed)), strict=True)]
+
+    def _to_ids(self, prompt: Prompt, name: str) -> list[int]:
         if not isinstance(prompt, str):
-            return _token_ids(prompt)
+            return _token_ids(prompt, name)
+        refuse_nul(prompt, (name,))
         token_ids = self.tokenizer.encode(prompt, add_special=True)
-        check_text_tokens(token_ids, self.spec.vocab_size, param="prompt")
+        check_text_tokens(token_ids, self.spec.vocab_size, param=name)
         return token_ids
 
     def _params_for(
@@ -177,7 +187,8 @@ class LLM:
         """Run requests to their ends, keeping the engine's queue within its bound. The longest answers start first."""
         if self._is_closed:
             raise EngineUnavailable("this LLM was closed; make another")
-        submits = [self._checked(prompt, chosen) for prompt, chosen in zip(prompts, params, strict=True)]
+        names = prompt_names(len(prompts))
+        submits = [self._checked(*asked) for asked in zip(prompts, params, names, strict=True)]
         done: dict[int, _Open] = {}
         open_requests: dict[str, _Open] = {}
         longest = self.config.max_context_tokens
@@ -195,13 +206,13 @@ class LLM:
                 self._engine.step()
         return [done[index] for index in range(len(prompts))]
 
-    def _checked(self, prompt: list[int], params: SamplingParams) -> Submit:
+    def _checked(self, prompt: list[int], params: SamplingParams, name: str) -> Submit:
         """Return a request that the engine will not refuse. Raises RequestError."""
         submit = Submit(request_id=str(self._next_id), prompt=prompt, params=params, arrival=time.monotonic())
         self._next_id += 1
         max_context_tokens = self.config.max_context_tokens
-        check_submit(submit, max_context_tokens=max_context_tokens, vocab_size=self.spec.vocab_size)
-        check_answer_fits(len(prompt), params.max_tokens, max_context_tokens)
+        check_submit(submit, max_context_tokens=max_context_tokens, vocab_size=self.spec.vocab_size, prompt=name)
+        check_answer_fits(len(prompt), params.max_tokens, max_context_tokens, min_tokens=params.min_tokens, prompt=name)
         return submit
 
     def _submit(self, submit: Submit, open_requests: dict[str, _Open]) -> _Open:
@@ -231,17 +242,25 @@ class LLM:
             await chat_template.close()
 
 
-def _token_ids(prompt: Sequence[int]) -> list[int]:
+def _model_name(model: object) -> str:
+    """Return a model's name, or its path as a text."""
+    name = os.fspath(model) if isinstance(model, os.PathLike) else model
+    if not isinstance(name, str):
+        raise ConfigError("--model", name, "give an alias, a path or a hub id, as a text or a path")
+    return name
+
+
+def _token_ids(prompt: Sequence[int], name: str) -> list[int]:
     """Return whole numbers of any library as Python's own. Raises InvalidParameter where they are something else."""
     right = "give a text or a list of token ids"
     token_ids = []
-    for item in _listed("prompt", prompt, right):
+    for item in _listed(name, prompt, right):
         try:
             token_ids.append(operator.index(item))
         except TypeError:
-            raise InvalidParameter("prompt", item, right) from None
+            raise InvalidParameter(name, item, right) from None
         if isinstance(item, bool):
-            raise InvalidParameter("prompt", item, right)
+            raise InvalidParameter(name, item, right)
     return token_ids
 
 

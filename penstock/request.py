@@ -140,18 +140,25 @@ def check_answer_fits(
     max_tokens: int | None,
     max_context_tokens: int,
     *,
+    min_tokens: int = 0,
     param: str = "max_tokens",
     prompt: str = "prompt",
 ) -> None:
     """Raise when the answer that was asked for would not fit behind the prompt: it is never cut short silently.
 
-    `prompt` is the prompt's name: one of several has its place in it.
+    `param` is what the caller calls `max_tokens`, `prompt` the prompt's name: one of several has its place in it.
     """
     room = max_context_tokens - num_prompt_tokens
-    if max_tokens is not None and max_tokens > room:
-        what = f"{spoken_prompt(prompt)} ({num_prompt_tokens} tokens) plus {param} ({max_tokens})"
-        total = num_prompt_tokens + max_tokens
+    asked, param = (min_tokens, "min_tokens") if max_tokens is None else (max_tokens, param)
+    if asked > room:
+        what = f"{spoken_prompt(prompt)} ({num_prompt_tokens} tokens) plus {param} ({asked})"
+        total = num_prompt_tokens + asked
         raise ContextTooLong(total, max_context_tokens, what=what, param=param, right=f"give at most {room}")
+
+
+def prompt_names(num_prompts: int) -> list[str]:
+    """Return what errors call each of so many prompts."""
+    return ["prompt"] if num_prompts == 1 else [f"prompt[{place}]" for place in range(num_prompts)]
 
 
 def spoken_prompt(param: str) -> str:

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, WithJ
 from penstock.errors import InvalidParameter
 from penstock.protocol.generation import GenerationRequest, Usage
 from penstock.protocol.labels import Labels
-from penstock.protocol.wire import WireModel, object_schema, request_error
+from penstock.protocol.wire import WireModel, object_schema, refuse_nul, request_error
 from penstock.request import MAX_COUNT, MAX_LOGPROBS
 
 MAX_MESSAGES = 8192
@@ -85,9 +85,12 @@ _MESSAGES: TypeAdapter[list[ChatMessage]] = TypeAdapter(MessageList)
 def check_messages(messages: object) -> list[ChatMessage]:
     """Return messages that came without a request around them. Raises RequestError, as for those of a request."""
     try:
-        return _MESSAGES.validate_python(messages)
+        checked = _MESSAGES.validate_python(messages)
     except ValidationError as error:
         raise request_error(error, ChatMessage.GUIDE, within=("messages",)) from None
+    for place, message in enumerate(checked):
+        refuse_nul(message.for_template(), ("messages", place))
+    return checked
 
 
 class ChatRequest(GenerationRequest):

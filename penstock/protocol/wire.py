@@ -67,7 +67,7 @@ def parse_request(kind: type[Request], body: bytes) -> Request:
     if not isinstance(document, dict):
         raise MalformedBody("the request body must be a JSON object")
     if b"\\u0000" in body:
-        _refuse_nul(document, ())
+        refuse_nul(document, ())
     for name, harmless in kind.REFUSED.items():
         value = document.pop(name, None)
         if value is not None and value not in harmless:
@@ -106,7 +106,7 @@ def _check_number_of_parts(body: bytes) -> None:
         raise RequestError(f"the request body has too many parts; send one of at most {limits}")
 
 
-def _refuse_nul(value: object, location: tuple[int | str, ...]) -> None:
+def refuse_nul(value: object, location: tuple[int | str, ...]) -> None:
     """Refuse the character that ends texts elsewhere: tokenizers, templates and logs read it each in its own way."""
     if isinstance(value, str):
         if "\0" in value:
@@ -115,8 +115,8 @@ def _refuse_nul(value: object, location: tuple[int | str, ...]) -> None:
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, part in parts:
         if isinstance(name, str):
-            _refuse_nul(name, location)
-        _refuse_nul(part, (*location, name))
+            refuse_nul(name, location)
+        refuse_nul(part, (*location, name))
 
 
 def _unknown_parameter(param: str, guide: str) -> RequestError:

@@ -11,7 +11,7 @@ from penstock.engine.messages import EngineInfo
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import ContextTooLong, InvalidParameter, RequestError, TemplateFailed
 from penstock.protocol.openai_chat import ChatMessage
-from penstock.request import check_text_tokens, spoken_prompt
+from penstock.request import check_text_tokens, prompt_names, spoken_prompt
 from penstock.server.answer import Prompt
 from penstock.server.chat_template import MESSAGE_CHARACTERS
 from penstock.server.claim import Claim
@@ -74,11 +74,6 @@ async def text_prompts(
         check_prompt(made, info, param=name)
         found.append(made)
     return found
-
-
-def prompt_names(num_prompts: int) -> list[str]:
-    """Return what errors call each of so many prompts."""
-    return ["prompt"] if num_prompts == 1 else [f"prompt[{place}]" for place in range(num_prompts)]
 
 
 async def text_prompt(

@@ -1,6 +1,7 @@
 """A model in this process: what it refuses, and by which errors."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from penstock.errors import (
     ContextTooLong,
     EngineUnavailable,
     InvalidParameter,
+    ModelNotFound,
     RequestError,
     TemplateFailed,
 )
@@ -103,6 +105,7 @@ def test_token_ids_of_other_libraries_are_token_ids(llm, prompts):
         ([], r"^messages: \[\] is not usable; give at least 1 entry"),
         ([1], r"^messages\[0\]: 1 is not usable; give an object"),
         ([{"role": "user"}], r"^messages\[0\]\.content is required"),
+        ([{"role": "user", "content": "\0"}], r"^messages\[0\]\.content: .* send texts without NUL"),
         ([{"role": "user", "content": "\ud800"}], r"^a message holds half of a surrogate pair; give whole characters"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], r"^messages\[0\]\.content: .* give text parts"),
     ],
@@ -156,6 +159,36 @@ def test_an_answer_that_would_not_fit_is_refused_with_what_does(llm):
         llm.generate([[5] * 90], SamplingParams(max_tokens=7))
     (completion,) = llm.generate([[5] * 90], SamplingParams(max_tokens=6, ignore_eos=True))
     assert len(completion.token_ids) == 6
+
+
+def test_an_answer_that_must_be_longer_than_the_context_is_refused(llm):
+    with pytest.raises(ContextTooLong, match=r"prompt \(90 tokens\) plus min_tokens \(7\).*give at most 6$") as caught:
+        llm.generate([[5] * 90], SamplingParams(min_tokens=7))
+    assert caught.value.param == "min_tokens"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "complaint"),
+    [
+        (["a", ""], r"^prompt\[1\]: \[\] is not usable"),
+        ([[5], [1.5]], r"^prompt\[1\]: 1.5 is not usable"),
+        ([[5], [5] * 100], r"^prompt\[1\] has 100 tokens"),
+        (["a", "b\0"], r'^prompt\[1\]: "b\\u0000" is not usable; send texts without NUL'),
+        ("b\0", r'^prompt: "b\\u0000" is not usable; send texts without NUL'),
+    ],
+)
+def test_a_refusal_names_which_of_several_prompts_it_means(llm, prompts, complaint):
+    with pytest.raises(RequestError, match=complaint):
+        llm.generate(prompts, SamplingParams(max_tokens=1))
+
+
+def test_a_model_may_be_given_as_a_path(folder, tmp_path):
+    with LLM(Path(folder), **OPTIONS) as llm:
+        assert llm.generate([[5]], SamplingParams(max_tokens=1))
+    with pytest.raises(ModelNotFound, match="there is no model"):
+        LLM(tmp_path / "none.gguf")
+    with pytest.raises(ConfigError, match=r"^--model: None is not usable; give an alias"):
+        LLM(None)
 
 
 def test_one_wrong_prompt_is_told_before_any_runs(llm):

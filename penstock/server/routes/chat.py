@@ -81,7 +81,13 @@ async def begin_chat(
         prompt = await chat_prompt(context, chat.messages, info, claim_of(caller, record, terms))
         check_prompt(prompt, info, param="messages")
         limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
-        check_answer_fits(len(prompt.token_ids), max_tokens, info.max_context_tokens, param=limit_name)
+        check_answer_fits(
+            len(prompt.token_ids),
+            max_tokens,
+            info.max_context_tokens,
+            min_tokens=params.min_tokens,
+            param=limit_name,
+        )
         check_answer_size(
             [prompt],
             params,

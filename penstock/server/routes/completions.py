@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from penstock.protocol.frames import FRAMES_HEADER
 from penstock.protocol.openai_completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
-from penstock.request import SamplingParams, Tier, check_answer_fits
+from penstock.request import SamplingParams, Tier, check_answer_fits, prompt_names
 from penstock.server.answer import Answer, Prompt
 from penstock.server.answer_size import check_answer_size
 from penstock.server.body import read_request
@@ -18,7 +18,7 @@ from penstock.server.context import ServerContext
 from penstock.server.continuation import check_continuation, framed_params
 from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
 from penstock.server.generation import begin_answer, check_limits, open_call, preparing
-from penstock.server.prompt import likely_tokens, prompt_names, text_prompts
+from penstock.server.prompt import likely_tokens, text_prompts
 from penstock.server.streaming import AnswerResponse
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller

@@ -167,6 +167,15 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(service,
     assert error["param"] == next(iter(wanted))
 
 
+async def test_an_answer_that_must_be_longer_than_the_context_is_told_how_long_it_may_be(service):
+    error = error_of(await service.chat(min_tokens=100_000), 400, "context_length_exceeded")
+    assert error["param"] == "min_tokens"
+    assert "plus min_tokens (100000)" in error["message"]
+    fits = int(error["message"].rpartition("give at most ")[2])
+    error_of(await service.chat(min_tokens=fits + 1), 400, "context_length_exceeded")
+    assert (await service.chat(min_tokens=fits)).status_code == 200
+
+
 async def test_an_answer_that_would_not_fit_is_refused_with_the_numbers(service):
     error = error_of(await service.complete("x" * 500, max_tokens=13), 400, "context_length_exceeded")
     assert all(number in error["message"] for number in ("500", "13", "513", "512"))
