@@ -29,6 +29,7 @@ from rich.text import Text
 from penstock import machine
 from penstock.commands.tables import print_table
 from penstock.config import Options
+from penstock.errors import ModelError
 from penstock.run_folder import PREFIX
 
 OLDEST_PYTHON = (3, 11)
@@ -135,8 +136,8 @@ def check_cache_folder(options: Options) -> Finding:
     from penstock.models import store
 
     folder = store.cache_folder(options.cache_dir)
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
@@ -154,7 +155,10 @@ def check_default_model(options: Options) -> Finding:
     from penstock.models import store
 
     name = store.DEFAULT_MODEL
-    path = next((item.path for item in store.installed(options.cache_dir) if item.name == name), None)
+    try:
+        path = next((item.path for item in store.installed(options.cache_dir) if item.name == name), None)
+    except ModelError as error:
+        return Finding("default model", Status.FAIL, str(error), "see the cache folder above")
     if path is None:
         advice = "`penstock serve` will fetch it; `penstock pull` does so now"
         return Finding("default model", Status.WARN, f"{name} is not fetched", advice)

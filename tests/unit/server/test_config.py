@@ -55,14 +55,22 @@ def test_a_given_number_of_workers_is_taken():
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    [("smollm2-135m", "smollm2-135m"), ("org/model", "org/model"), ("/x/Tiny.Q4_1.gguf", "Tiny.Q4_1")],
+    [
+        ("smollm2-135m", "smollm2-135m"),
+        ("org/model", "org/model"),
+        ("/x/Tiny.Q4_1.gguf", "Tiny.Q4_1"),
+        ("/x/TINY.GGUF", "TINY"),
+    ],
 )
 def test_the_served_name_follows_the_model(model, name):
     assert resolved(model=model)[0].served_name == name
 
 
-def test_a_folder_is_served_under_its_name(tmp_path):
+def test_a_folder_is_served_under_its_name(tmp_path, monkeypatch):
     assert resolved(model=str(tmp_path))[0].served_name == tmp_path.name
+    assert resolved(model=str(tmp_path / "config.json"))[0].served_name == tmp_path.name
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    assert resolved(model=f"~/{tmp_path.name}")[0].served_name == tmp_path.name
 
 
 def test_a_served_name_may_be_given():
