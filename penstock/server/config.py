@@ -11,6 +11,7 @@ from pathlib import Path
 
 from penstock.config import Options, Setting, Sourced
 from penstock.errors import ConfigError
+from penstock.home_folder import expand_home
 from penstock.loopback import is_loopback
 from penstock.request import Targets
 from penstock.server.chat_template import read_template
@@ -104,7 +105,7 @@ def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
 def admin_address(text: str) -> tuple[str, int] | Path:
     """Return what `--admin-listen` names: an address and a port, or a Unix socket's path. Raises ConfigError."""
     if text.startswith("unix:"):
-        return Path(text.removeprefix("unix:")).expanduser().absolute()
+        return expand_home(text.removeprefix("unix:")).absolute()
     host, _, port = text.rpartition(":")
     host = host.strip("[]")
     if not port.isdigit() or int(port) > 65535 or not is_loopback(host):
@@ -166,11 +167,11 @@ def _served_name(sourced: Sourced) -> tuple[str, str]:
         if not options.served_name.strip():
             raise ConfigError("--served-name", options.served_name, "give a name, or leave it out")
         return options.served_name, sourced.why("served_name")
-    path = Path(options.model).expanduser()
+    path = expand_home(options.model)
     if path.suffix.lower() == ".gguf":
         return path.stem, "auto: the model file's name"
     if path.name == "config.json":
         path = path.parent  # of random weights
-    if path.is_dir():
+    if os.path.isdir(path):  # False also of a name that no folder can have
         return path.resolve().name, "auto: the model folder's name"
     return options.model, "auto: the model's name"

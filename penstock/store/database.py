@@ -20,6 +20,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlch
 from sqlalchemy.pool import QueuePool
 
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable
+from penstock.home_folder import expand_home
 from penstock.store.location import shown
 from penstock.store.schema import SCHEMA_VERSION, fleet_secret, identity, metadata, state
 
@@ -161,7 +162,7 @@ def exists(location: str) -> bool:
 
 def _url(location: str) -> URL:
     if "://" not in location:
-        return URL.create("sqlite", database=str(Path(location).expanduser().absolute()))
+        return URL.create("sqlite", database=str(expand_home(location).absolute()))
     try:
         url = make_url(location)
     except (ArgumentError, ValueError):

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from penstock.errors import ConfigError
+from penstock.home_folder import home_folder
 
 # As a location: there is no store.
 NO_STORE = "none"
@@ -16,7 +17,7 @@ NO_STORE = "none"
 def default_location() -> str:
     """Where the store is unless the operator says otherwise: in the user's folder for state."""
     base = os.environ.get("XDG_STATE_HOME")
-    return str((Path(base) if base else Path.home() / ".local" / "state") / "penstock" / "penstock.db")
+    return str((Path(base) if base else home_folder("--store") / ".local" / "state") / "penstock" / "penstock.db")
 
 
 def store_location(option: str | None) -> str:

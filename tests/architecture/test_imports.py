@@ -27,6 +27,7 @@ ROOT_MODULES = (
     "config",
     "connection_limits",
     "errors",
+    "home_folder",
     "leash",
     "loopback",
     "machine",

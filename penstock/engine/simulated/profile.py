@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from penstock.errors import ConfigError
+from penstock.home_folder import expand_home
 
 _FOLDER = Path(__file__).parent / "profiles"
 
@@ -169,7 +170,7 @@ def write_profile(profile: Profile, file: Path) -> None:
 
 
 def _read(name: str, option: str) -> Profile:
-    file = Path(name).expanduser()
+    file = expand_home(name)
     if name in profile_names():
         file = _FOLDER / f"{name}.json"
     elif not file.is_file():

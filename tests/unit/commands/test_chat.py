@@ -99,6 +99,7 @@ def test_save_writes_the_conversation(terminal: Terminal, tmp_path: Path) -> Non
 
 def test_save_to_a_folder_that_is_not_there_says_so(terminal: Terminal, tmp_path: Path) -> None:
     assert "cannot be written" in terminal.type(f"/save {tmp_path}/no/chat.json")
+    assert "cannot be written" in terminal.type("/save ~nobody-of-this-name/chat.json")
 
 
 def test_quit_ends_the_chat(script: ChatScript, terminal: Terminal) -> None:
