@@ -59,7 +59,7 @@ def _subject(built: BuiltEngine, files: ModelFiles, facts: engine_config.DeviceF
         commit=commit,
         made_at=datetime.now(UTC).date().isoformat(),
         memory_bytes=facts.free_bytes,
-        weight_bytes=facts.weight_bytes or engine_config.weight_bytes(spec, config.precision, config.dtype),
+        weight_bytes=facts.weight_bytes or engine_config.weight_bytes(spec, config.precision, config.dtype, facts.kind),
         kv_token_bytes=facts.kv_token_bytes or engine_config.kv_token_bytes(spec, config.dtype),
         vocab_size=spec.vocab_size,
         max_context_tokens=spec.max_position,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.config import Setting, Sourced, parse_bytes
 from penstock.engine.memory_plan import MemoryPlan, graph_bytes, lost_bytes, show_bytes, workspace_bytes
 from penstock.errors import ConfigError
+from penstock.models.packed_size import packed_bytes
 from penstock.models.spec import ModelSpec
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -70,13 +71,17 @@ def kv_token_bytes(spec: ModelSpec, dtype: str) -> int:
     return spec.num_layers * 2 * spec.kv_size * _ITEM_BYTES[dtype]
 
 
-def weight_bytes(spec: ModelSpec, precision: str, dtype: str) -> int:
-    """Memory that the weights will take, at most."""
-    dense = spec.num_parameters * _ITEM_BYTES[dtype]
-    if precision != "auto" or not spec.stored_bytes:
+def weight_bytes(spec: ModelSpec, precision: str, dtype: str, kind: str) -> int:
+    """Memory that the weights will take, at most, on a device of this kind."""
+    item_bytes = _ITEM_BYTES[dtype]
+    dense = spec.num_parameters * item_bytes
+    quantised = spec.quantised
+    if quantised is None or precision != "auto" or kind != "cpu":
         return dense
-    # A quantised matrix may be kept in a second form for many rows; neither is as large as a dense one.
-    return min(dense, 3 * spec.stored_bytes)
+    rest = dense - (quantised.num_four_bit + quantised.num_others) * item_bytes
+    if quantised.table_bytes and not spec.tie_embeddings:
+        rest -= spec.vocab_size * spec.hidden_size * item_bytes
+    return rest + packed_bytes(quantised, item_bytes) + quantised.table_bytes
 
 
 class _Resolver:
@@ -289,7 +294,9 @@ class _Resolver:
 
     def _weight_bytes(self, dtype: str) -> int:
         simulated = self.facts.weight_bytes
-        return weight_bytes(self.spec, self.options.precision, dtype) if simulated is None else simulated
+        if simulated is not None:
+            return simulated
+        return weight_bytes(self.spec, self.options.precision, dtype, self.facts.kind)
 
     def _fit_context(self, wanted: int, num_blocks: int) -> int:
         """The longest context that one request may have, once the blocks are counted."""

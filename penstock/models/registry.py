@@ -4,7 +4,7 @@ A family is found by `model_type` in `config.json` or by `general.architecture` 
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +14,7 @@ import numpy as np
 from penstock.errors import ModelError
 from penstock.models.family import Family
 from penstock.models.gguf import GgufFile
+from penstock.models.packed_size import count_quantised
 from penstock.models.safetensors_file import weight_files
 from penstock.models.saved_head import with_its_head
 from penstock.models.settings import GgufSettings, Settings
@@ -47,18 +48,13 @@ def spec_for(files: ModelFiles) -> ModelSpec:
     """Read a model's spec from its files. Raises ModelError naming file, key and value."""
     is_dummy = files.load_format == "dummy"  # weights of which the files say nothing
     if files.kind == "gguf":
-        spec = gguf_spec(GgufFile.open(files.path))
-        return spec if is_dummy else replace(spec, stored_bytes=_num_bytes([files.path]))
+        file = GgufFile.open(files.path)
+        spec = gguf_spec(file)
+        return spec if is_dummy else replace(spec, quantised=count_quantised(file))
     spec = config_spec(files.config or files.path / "config.json")
     if is_dummy:
         return spec
-    paths = weight_files(files.path)
-    spec = with_its_head(spec, FAMILIES.load(spec.family).safetensors, paths)
-    return replace(spec, stored_bytes=_num_bytes(paths))
-
-
-def _num_bytes(paths: Iterable[Path]) -> int:
-    return sum(path.stat().st_size for path in paths)
+    return with_its_head(spec, FAMILIES.load(spec.family).safetensors, weight_files(files.path))
 
 
 def config_spec(config: Path) -> ModelSpec:

@@ -45,6 +45,15 @@ class MoeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class QuantisedSpec:
+    """How much of a model its file holds in blocks of few bits."""
+
+    num_four_bit: int  # weights in matrices of 4 bits
+    num_others: int  # weights in other matrices
+    table_bytes: int  # of the embedding, which is looked up as it is stored; 0: it is not quantised
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """What may differ from layer to layer."""
 
@@ -82,7 +91,7 @@ class ModelSpec:
     dtype: str = "bfloat16"  # what the weights were saved in
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    stored_bytes: int = 0  # of the weights in their files; 0: not known
+    quantised: QuantisedSpec | None = None  # None: the file holds plain numbers
 
     @property
     def num_layers(self) -> int:
