@@ -22,6 +22,7 @@ from penstock.models.gguf import GgufFile
 from penstock.models.registry import read_json
 from penstock.models.store import ModelFiles
 
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _LONG_TEXT_CHARACTERS = 4096  # from here on the batch call, which keeps no offsets, is the faster one
 _CHARACTER_BYTES = 4  # at most, in UTF-8
@@ -414,7 +415,8 @@ def _from_folder(folder: Path) -> Tokenizer:
 def _for_benchmarks(config: Path) -> Tokenizer:
     """A tokenizer for a bare config.json: one token per byte, and words without meaning up to the model's size."""
     settings = _read_object(config)
-    vocab_size = (settings.get("text_config") or settings).get("vocab_size")
+    text = settings.get("text_config")
+    vocab_size = (text if isinstance(text, dict) else settings).get("vocab_size")
     if type(vocab_size) is not int or not 256 <= vocab_size <= 1 << 24:
         raise ModelError(
             f"vocab_size is {vocab_size!r}; without a tokenizer.json it must be at least 256", file=str(config)
@@ -434,7 +436,8 @@ def _read_object(path: Path) -> dict[str, Any]:
 def _special_id(backend: tokenizers.Tokenizer, value: object) -> int | None:
     """Settings give a token as its text or as an object with its `content`."""
     text = value.get("content") if isinstance(value, dict) else value
-    return backend.token_to_id(text) if isinstance(text, str) else None
+    # JSON may hold half of a surrogate pair, which no token is.
+    return backend.token_to_id(text) if isinstance(text, str) and not _HALF_PAIR.search(text) else None
 
 
 def _end_token_ids(folder: Path) -> list[int]:
@@ -457,6 +460,6 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
             raise ModelError(f"it cannot be read ({error})", file=str(file)) from error
     template = _read_object(folder / "chat_template.json").get("chat_template") or settings.get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-        template = named.get("default")
+        named = (item.get("template") for item in template if isinstance(item, dict) and item.get("name") == "default")
+        template = next(named, None)
     return template if isinstance(template, str) else None

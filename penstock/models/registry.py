@@ -102,7 +102,7 @@ def read_json(path: Path) -> dict[str, object]:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise ModelError(f"cannot read the model's settings: {error.strerror}", file=str(path)) from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also of a number with thousands of digits
         raise ModelError("this is not JSON; fetch the model again", file=str(path)) from error
     if not isinstance(content, dict):
         raise ModelError("this file must hold a JSON object", file=str(path))

@@ -6,6 +6,7 @@ must cover the data without gap or overlap. Knows nothing of torch or models.
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeGuard
@@ -159,7 +160,7 @@ def read_index(path: Path) -> dict[str, str]:
             raise ModelError(
                 f"its weight_map names {shard!r}, which is no .safetensors file name", file=str(path), tensor=name
             )
-        if not (path.parent / shard).is_file():
+        if not os.path.isfile(path.parent / shard):  # False also of a name that no file can have
             raise ModelError(f"its weight_map names {shard}, which is not there; fetch it", file=str(path), tensor=name)
     return placed
 

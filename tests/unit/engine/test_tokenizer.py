@@ -396,6 +396,20 @@ def test_a_chat_template_is_read_from_the_settings(tmp_path: Path, value: object
     assert Tokenizer.load(write_folder(tmp_path, tokenizer_config={"chat_template": value})).chat_template == "plain"
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bos_token": "\ud800"},
+        {"bos_token": {"content": ["<s>"]}},
+        {"chat_template": [{"name": [], "template": "t"}]},
+        {"chat_template": [{"name": "default", "template": 5}]},
+    ],
+)
+def test_settings_that_mean_nothing_are_left_aside(settings: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path, tokenizer_config=settings))
+    assert (tokenizer.bos_token_id, tokenizer.chat_template) == (None, None)
+
+
 def test_a_chat_template_file_wins_over_the_settings(tmp_path: Path) -> None:
     files = write_folder(tmp_path, tokenizer_config={"chat_template": "old"})
     (tmp_path / "chat_template.jinja").write_text("new")
@@ -437,6 +451,12 @@ def test_a_bare_config_has_a_tokenizer_for_benchmarks(tmp_path: Path) -> None:
     assert tokenizer.eos_token_ids == (7,)
     assert tokenizer.decode(tokenizer.encode("Grüße 😀", add_special=True)) == "Grüße 😀"
     assert tokenizer.token_text(999) == " t999"
+
+
+def test_a_bare_config_may_have_anything_where_others_have_their_text_settings(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300, "text_config": "none"}))
+    files = ModelFiles("tiny", "folder", tmp_path, tmp_path / "config.json", load_format="dummy")
+    assert Tokenizer.load(files).vocab_size == 300
 
 
 def test_a_bare_config_with_too_few_tokens_is_refused(tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ def test_null_means_no_window_and_absence_one_of_4096(family: str, tmp_path: Pat
         ({"hidden_size": "64"}, "hidden_size: '64' is not usable; give an integer"),
         ({"hidden_size": -64}, "hidden_size: -64 is not usable"),
         ({"hidden_size": 64.5}, "hidden_size: 64.5 is not usable"),
+        ({"hidden_size": 10**400}, "hidden_size: 10000.* is not usable"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 is not usable; give an integer from 1 to 4096"),
         ({"num_attention_heads": 5}, "num_key_value_heads: 2 is not usable; it must divide"),
         ({"num_attention_heads": 6}, r"num_attention_heads: 6 is not usable; it must divide hidden_size \(64\)"),
@@ -192,7 +193,7 @@ def test_weights_that_are_a_link_to_nothing_are_refused_with_the_name_of_the_fil
         spec_for(folder_files(tmp_path))
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b""])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b"", b'{"vocab_size": ' + b"9" * 5000 + b"}"])
 def test_a_config_that_is_no_json_object_is_refused_with_its_name(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelError, match=r"config\.json"):
