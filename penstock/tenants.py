@@ -56,7 +56,9 @@ class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
     admin: bool = False  # also opens admin routes
     weight: float = 1.0  # share of a busy engine, against other tenants'
-    priority: int | None = None  # of its requests, and the highest they may ask for; larger runs earlier
+    # Of its requests, and the highest they may ask for; larger runs earlier. None: a key's is 0, an open server has no
+    # highest.
+    priority: int | None = None
     models: tuple[str, ...] | None = None  # the only ones it may use; None: all
     limits: Limits = Limits()
     targets: Targets = NO_TARGETS  # where its requests name none
