@@ -43,7 +43,7 @@ from penstock.fleet.router.file_proxy import PATTERN, FileProxy
 from penstock.fleet.router.health import HealthMonitor
 from penstock.fleet.router.metrics import GatewayMetrics
 from penstock.fleet.router.proxy import Proxy
-from penstock.fleet.router.query import RouteQuery, read_head
+from penstock.fleet.router.query import RouteQuery, read_head, too_deep
 from penstock.fleet.router.urgency import urgency_of
 from penstock.loopback import check_open_call
 from penstock.metering.meter import Meter
@@ -182,7 +182,8 @@ class _Routes:
             )  # fmt: skip
             decision.status = response.status
             return response
-        except PenstockError as error:
+        except (PenstockError, RecursionError) as failure:
+            error = failure if isinstance(failure, PenstockError) else too_deep()
             decision.refuse(str(error), time.monotonic() - record.arrival)
             refusal = _error(request, error)
             refusal.headers[ROUTE_HEADER] = decision.header()

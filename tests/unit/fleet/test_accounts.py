@@ -105,6 +105,16 @@ async def test_what_a_foreign_answer_tells_of_its_cost_is_booked(tenancy):
         assert booked(tenancy) == (1, 7, 3, 5, 0, 0)
 
 
+async def test_a_prompt_that_is_nested_too_deeply_to_be_counted_is_its_callers_mistake(tenancy):
+    content: list[object] = []
+    for _ in range(700):
+        content = [content]
+    async with FakeReplica().running() as replica, running_gateway(replica, kind="vllm", tenancy=tenancy) as running:
+        answer = await running.ask(prompt=None, messages=[{"role": "user", "content": content}])
+        assert (answer.status, (await answer.json())["error"]["code"]) == (400, "invalid_json")
+        assert not replica.received
+
+
 @pytest.mark.parametrize("asks", [True, False])
 async def test_a_foreign_stream_is_asked_for_its_cost_and_only_who_asked_sees_it(tenancy, asks):
     replica = FakeReplica(answer=streaming("a", "b", usage=USAGE))
