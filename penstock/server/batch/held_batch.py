@@ -29,6 +29,8 @@ Result = TypeVar("Result")
 
 _RETRY_SECONDS = 1.0
 _LOOK_SECONDS = 0.25
+# So many begin together: between them the event loop is others'.
+_MOST_LINES = 32
 # A day's tokens may be used up for hours; but a limit may be raised, and the batch cancelled.
 _LONGEST_PAUSE = 30.0
 
@@ -236,6 +238,7 @@ class HeldBatch:
             return True
         while (room := self._share() - self.num_running) > 0:
             wanted = 1 if self._most_answers is None else max(1, room // self._most_answers)
+            wanted = min(wanted, _MOST_LINES)
             rows, counts = await self._ask(partial(self._claim, wanted))
             for row, num_answers in zip(rows, counts, strict=True):
                 line = run_line(self._context, caller, self.batch.id, self.batch.endpoint, row)

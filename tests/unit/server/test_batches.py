@@ -9,11 +9,12 @@ import pytest
 from penstock.engine.messages import EngineStats, TokenEvent
 from penstock.errors import EngineFailed
 from penstock.request import FinishReason, Tier
+from penstock.server.batch import window
 from penstock.server.batch.held_batch import HeldBatch
 from penstock.server.batch.line_run import count_answers
 from penstock.server.batch.runner import POLL_SECONDS, BatchRunner
 from penstock.server.batch.window import FEWEST, MOST, Window
-from penstock.store.batch_work import MAX_ATTEMPTS
+from penstock.store.batch_work import MAX_ATTEMPTS, BatchWork
 from penstock.store.database import Database
 from penstock.store.keys import KeyStore
 from penstock.store.ledger import UsageLedger
@@ -146,6 +147,21 @@ async def test_a_line_that_always_fails_is_told_and_not_tried_for_ever(tmp_path)
         assert error["response"]["body"]["error"]["code"] == "engine_failed"
         assert len(desk.service.engine.submitted) == MAX_ATTEMPTS
         assert [entry.errors for entry in desk.ledger()] == [1]
+
+
+async def test_lines_begin_a_few_at_a_time_however_much_room_there_is(tmp_path, monkeypatch):
+    claim, counts = BatchWork.claim, []
+
+    def note(work, held, count):
+        counts.append(count)
+        return claim(work, held, count)
+
+    monkeypatch.setattr(BatchWork, "claim", note)
+    monkeypatch.setattr(window, "FEWEST", 200)
+    async with running_desk(tmp_path) as desk:
+        ended = await desk.ended(await desk.start(*[line(f"r{index}") for index in range(100)]))
+        assert ended["request_counts"]["completed"] == 100
+    assert 1 < max(counts) <= 32
 
 
 async def test_a_full_queue_makes_a_batch_wait_and_leaves_no_trace(tmp_path):
