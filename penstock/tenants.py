@@ -24,6 +24,7 @@ SHADOW_TENANT = "(shadow)"
 SHADOW_HEADER = "x-penstock-shadow"
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_PATH_STEPS = (".", "..")  # which clients leave out of a path such as /admin/keys/{name}
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -119,6 +120,8 @@ def check_name(name: Any) -> str | None:
     """Return what is wrong with a key's name, or None."""
     if name == OPEN_TENANT:
         return f"needs another name: {OPEN_TENANT!r} is whom requests count for where there are no keys"
+    if name in _PATH_STEPS:
+        return "needs another name: as a part of a URL this one leads elsewhere"
     if isinstance(name, str) and _NAME.fullmatch(name):
         return None
     return "needs a name of up to 64 letters, digits, '.', '_' or '-'"

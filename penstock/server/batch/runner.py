@@ -113,10 +113,10 @@ class BatchRunner:
     async def _take(self) -> StoredBatch | None:
         tenants = {held.batch.tenant for held in self._held.values()}
         try:
+            await self._sweep()  # first: what is taken must not be lost by its failing
             found = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._work.take, self._is_ours, tenants
             )
-            await self._sweep()
         except StoreUnavailable as error:
             self._context.metrics.count_store_failure()
             if not self._is_failing:
