@@ -145,7 +145,7 @@ def test_what_an_answer_has_for_certain_is_reserved_however_short_the_tenants_an
 
 
 @pytest.mark.parametrize(
-    ("used", "wait", "left"), [(130, 43200, 70), (170, 43200, 30), (190, 86400 + 43200, 100), (8000, 86400 + 43200, 100)]
+    ("used", "wait", "left"), [(130, 43200, 70), (170, 43200, 30), (190, 129600, 100), (8000, 129600, 100)]
 )
 def test_what_was_used_beyond_a_day_is_paid_by_the_next_and_by_no_other(
     quotas, sqlite_database, clock, used, wait, left
