@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.fleet.router.query import RequestHead
+from penstock.fleet.router.query import RequestHead, read_document
 from penstock.store.quotas import Need
 from penstock.telemetry import RequestRecord
 
@@ -85,7 +85,7 @@ def need_of(head: RequestHead, max_context_tokens: int | None) -> Need:
 
 def asking_for_usage(body: bytes) -> bytes:
     """Return a stream's request with the wish that its last chunk tell what it cost."""
-    document = msgspec.json.decode(body)
+    document = read_document(body)
     options = document.get("stream_options")
     options = dict(options) if isinstance(options, Mapping) else {}
     return msgspec.json.encode({**document, "stream_options": {**options, "include_usage": True}})

@@ -87,6 +87,16 @@ def read_head(body: bytes) -> RequestHead:
         raise too_deep() from None
 
 
+def read_document(body: bytes) -> dict[str, Any]:
+    """Return all of a body whose head was read: what that passed over may be wrong too. Raises MalformedBody."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedBody(f"the request body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise too_deep() from None
+
+
 def too_deep() -> MalformedBody:
     """Return what to tell who sent a body that cannot be followed to its innermost value."""
     return MalformedBody("the request body is nested too deeply; give plainer values")

@@ -78,6 +78,7 @@ class InputFile:
     def _check(self, number: int, text: bytes) -> NewRow:
         try:
             line = msgspec.json.decode(text, type=InputLine)
+            body = bytes(line.body).decode()  # its texts were passed over
         except msgspec.ValidationError:
             raise _explain(text) from None
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -95,7 +96,7 @@ class InputFile:
         if model != self._model:
             raise WrongLine("mismatched_model", "all lines must name the first one's model", "body.model")
         self._seen.add(line.custom_id)
-        return NewRow(number, line.custom_id, bytes(line.body).decode())
+        return NewRow(number, line.custom_id, body)
 
     def _note(self, line: int | None, code: str, message: str, param: str | None = None) -> None:
         self.errors.append(InputError(code, message, line, param))

@@ -40,6 +40,7 @@ def test_lines_keep_their_numbers_and_empty_ones_count():
         (b'{"extra": 1, "custom_id": "a"', "invalid_json_line"),
         (b'{"extra": 1, "custom_id": "\xff"}', "invalid_json_line"),
         (b'{"extra": ' + DEEP + b"}", "invalid_json_line"),
+        (json.dumps(line()).encode().replace(b"hi", b"gr\xfc\xdfe"), "invalid_json_line"),
         (b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": ' + DEEP + b"}", "invalid_json_line"),
         (b"[]", "invalid_line"),
         (line(custom_id=""), "invalid_line"),
@@ -59,6 +60,13 @@ def test_lines_keep_their_numbers_and_empty_ones_count():
 def test_a_wrong_line_is_told_with_its_number(wrong, code):
     _, errors = read(line("good"), wrong)
     assert [(error.code, error.line) for error in errors] == [(code, 2)]
+
+
+@given(st.binary(max_size=6), st.integers(0, 200), st.integers(0, 8))
+def test_whatever_a_line_holds_it_is_a_row_or_an_error(noise, start, length):
+    text = json.dumps(line(custom_id="ä")).encode()
+    found, errors = read(text[:start] + noise + text[start + length :])
+    assert found or errors
 
 
 @pytest.mark.parametrize(
