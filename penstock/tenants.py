@@ -24,6 +24,7 @@ SHADOW_TENANT = "(shadow)"
 SHADOW_HEADER = "x-penstock-shadow"
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_PATH_STEPS = (".", "..")  # which clients leave out of a path such as /admin/keys/{name}
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -56,7 +57,9 @@ class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
     admin: bool = False  # also opens admin routes
     weight: float = 1.0  # share of a busy engine, against other tenants'
-    priority: int | None = None  # of its requests, and the highest they may ask for; larger runs earlier
+    # Of its requests, and the highest they may ask for; larger runs earlier. None: a key's is 0, an open server has no
+    # highest.
+    priority: int | None = None
     models: tuple[str, ...] | None = None  # the only ones it may use; None: all
     limits: Limits = Limits()
     targets: Targets = NO_TARGETS  # where its requests name none
@@ -117,6 +120,8 @@ def check_name(name: Any) -> str | None:
     """Return what is wrong with a key's name, or None."""
     if name == OPEN_TENANT:
         return f"needs another name: {OPEN_TENANT!r} is whom requests count for where there are no keys"
+    if name in _PATH_STEPS:
+        return "needs another name: as a part of a URL this one leads elsewhere"
     if isinstance(name, str) and _NAME.fullmatch(name):
         return None
     return "needs a name of up to 64 letters, digits, '.', '_' or '-'"

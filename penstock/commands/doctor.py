@@ -31,6 +31,7 @@ from penstock.commands.tables import print_table
 from penstock.config import Options
 from penstock.errors import ModelError
 from penstock.run_folder import PREFIX
+from penstock.store.location import NO_STORE, default_location, shown
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
@@ -137,9 +138,8 @@ def check_cache_folder(options: Options) -> Finding:
 
     folder = store.cache_folder(options.cache_dir)
     try:
-        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        with tempfile.TemporaryFile(dir=existing):
-            pass
+        existing = _existing(folder)
+        _try_to_write(existing)
     except OSError as error:
         advice = "name a writable folder with --cache-dir or PENSTOCK_CACHE_DIR"
         return Finding("cache folder", Status.FAIL, f"{folder} cannot be written ({error.strerror})", advice)
@@ -148,6 +148,31 @@ def check_cache_folder(options: Options) -> Finding:
     if free < FETCH_BYTES:
         return Finding("cache folder", Status.WARN, found, f"a fetch needs {FETCH_BYTES // MIB} MiB: make room")
     return Finding("cache folder", Status.OK, found)
+
+
+def check_store(options: Options) -> Finding:
+    """Keys, limits, usage and batches are in it. Without one the server says so, and serves."""
+    location = options.store or default_location()
+    if location == NO_STORE or "://" in location:
+        return Finding("store", Status.OK, shown(location))
+    file = Path(location).expanduser().absolute()
+    try:
+        _try_to_write(_existing(file.parent))
+    except OSError as error:
+        advice = "name a path that can be written with --store, or else no usage is kept and no keys are"
+        return Finding("store", Status.WARN, f"{file} cannot be written ({error.strerror})", advice)
+    return Finding("store", Status.OK, str(file))
+
+
+def _existing(folder: Path) -> Path:
+    """Return the part of a folder's path that is there."""
+    return next(parent for parent in (folder, *folder.parents) if parent.exists())
+
+
+def _try_to_write(folder: Path) -> None:
+    """Raise OSError where no file can be made."""
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def check_default_model(options: Options) -> Finding:
@@ -249,6 +274,7 @@ CHECKS: tuple[Callable[[Options], Finding], ...] = (
     check_cpu_features,
     check_memory,
     check_cache_folder,
+    check_store,
     check_default_model,
     check_package_index,
     check_port,

@@ -55,7 +55,7 @@ def create(
         int | None,
         number_flag(
             "--priority",
-            "Of its requests, and the highest they may ask for; larger runs earlier",
+            "Of its requests, and the highest they may ask for; larger runs earlier (default: 0)",
             kind=int,
             low=-MAX_PRIORITY,
             high=MAX_PRIORITY,

@@ -13,6 +13,9 @@ from penstock.errors import ContextTooLong, InvalidParameter
 from penstock.protocol.generation import GenerationRequest
 from penstock.request import SamplingParams
 from penstock.server.answer import Prompt
+from penstock.server.loop_turns import ENTRIES_A_PASS, LoopTurns
+
+_TOKENS_AN_ENTRY = 128  # of `LoopTurns`: they are only compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +43,26 @@ def framed_params(asked: str | None, wanted: GenerationRequest, params: Sampling
     return msgspec.structs.replace(params, seed=int(asked)) if params.seed is None else params
 
 
-def check_continuation(
-    wanted: GenerationRequest, params: SamplingParams, prompts: list[Prompt], info: EngineInfo
+async def check_continuation(
+    wanted: GenerationRequest, params: SamplingParams, prompts: list[Prompt], info: EngineInfo, turns: LoopTurns
 ) -> Begun | None:
-    """Return what to go on behind; None for an answer that begins here. Raises RequestError."""
+    """Return what to go on behind; None for an answer that begins here. Raises RequestError.
+
+    There may be a million tokens in all, so they are looked at in turns.
+    """
     given = wanted.continue_from
     if given is None:
         return None
     num_choices = wanted.num_choices * len(prompts)
     if not wanted.wants_stream:
-        raise InvalidParameter("continue_from", given.model_dump(exclude_unset=True), "give it only with stream")
+        raise InvalidParameter("continue_from", f"{len(given.token_ids)} choices", "give it only with stream")
     ended = frozenset(given.ended or ())
     if len(given.token_ids) > num_choices or not ended <= set(range(num_choices)):
         raise InvalidParameter("continue_from", len(given.token_ids), f"give no more than the {num_choices} choices")
     if len(ended) == num_choices:
         raise InvalidParameter("continue_from", sorted(ended), "one choice at least must not have ended")
     for index, token_ids in enumerate(given.token_ids):
+        await turns.take(min(1 + len(token_ids) // _TOKENS_AN_ENTRY, ENTRIES_A_PASS))
         prompt = prompts[index // wanted.num_choices]
         _check_choice(token_ids, index in ended, prompt, params, info)
     missing = num_choices - len(given.token_ids)
@@ -65,7 +72,7 @@ def check_continuation(
 def _check_choice(
     token_ids: list[int], has_ended: bool, prompt: Prompt, params: SamplingParams, info: EngineInfo
 ) -> None:
-    # There may be a million: the least and the largest are found much sooner than each is compared.
+    # The least and the largest are found much sooner than each is compared.
     wrong = [item for item in (min(token_ids, default=0), max(token_ids, default=0)) if not 0 <= item < info.vocab_size]
     if wrong:
         raise InvalidParameter("continue_from", wrong[0], f"give token ids from 0 to {info.vocab_size - 1}")

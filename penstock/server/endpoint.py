@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from penstock.errors import NotPermitted
+from penstock.errors import InvalidParameter, NotPermitted
 from penstock.loopback import check_open_call
 from penstock.protocol.query import check_query
 from penstock.protocol.voucher import VOUCHER_HEADER, read_voucher
@@ -77,6 +77,7 @@ class GuardedHandler:
             request.scope[_CALLER] = caller
         if self.endpoint.query is not None:
             check_query([name for name, _ in request.query_params.multi_items()], self.endpoint.query)
+        _check_texts(request)
         return await self.endpoint.handler(request)
 
     def _vouched(self, caller: Caller, request: Request) -> Caller:
@@ -85,6 +86,13 @@ class GuardedHandler:
             return caller
         voucher = read_voucher(given, self._fleet_secret, request.headers.get("authorization"))
         return msgspec.structs.replace(caller, voucher=voucher)
+
+
+def _check_texts(request: Request) -> None:
+    """Raise for a NUL in what the URL names. Nothing is called so, and not every store can be asked for it."""
+    for name, value in (*request.path_params.items(), *request.query_params.multi_items()):
+        if "\0" in value:
+            raise InvalidParameter(name, value, "send texts without NUL characters")
 
 
 def _own_address(request: Request) -> str | None:

@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector
 from penstock.connection_limits import Cut
 from penstock.engine.messages import EngineInfo, EngineStats
 from penstock.engine.messages import Histogram as EngineHistogram
+from penstock.metering.meter import usage_of
 from penstock.server.readiness import EngineView
 from penstock.telemetry import RequestRecord
 
@@ -108,7 +109,8 @@ class ServerMetrics:
     def _observe_tenant(self, record: RequestRecord) -> None:
         # Tenants are the names of keys, so there are no more of them than the operator made.
         self._tenant_requests.labels(record.tenant, str(record.status)).inc()
-        tokens = {"prompt": record.prompt_tokens, "cached": record.cached_tokens, "output": record.output_tokens}
+        usage = usage_of(record, record.tenant, record.model)  # what the ledger has, too
+        tokens = {"prompt": usage.prompt_tokens, "cached": usage.cached_tokens, "output": usage.output_tokens}
         for kind, count in tokens.items():
             self._tenant_tokens.labels(record.tenant, kind).inc(count)
 

@@ -61,9 +61,12 @@ class InUse(msgspec.Struct, kw_only=True):
         self.at = now
         # A clock set back over midnight begins no day again: the later one goes on.
         if self.day not in (day_of(now), day_of(now + DAY_SECONDS)):
-            # What was used beyond the day's tokens, by answers that outgrew their estimate, is paid by the days behind.
-            paid = (limits.tokens_per_day or math.inf) * _days_between(self.day, day_of(now))
-            self.day, self.day_tokens = day_of(now), int(max(0.0, self.day_tokens - paid))
+            is_next = bool(self.day) and _is_day_before(self.day, day_of(now))
+            self.day, self.day_tokens = day_of(now), self._carried(limits.tokens_per_day) if is_next else 0
+
+    def _carried(self, limit: int | None) -> int:
+        """What the next day begins with: answers that outgrew their estimate cost it its tokens, and no day behind."""
+        return 0 if limit is None else min(limit, max(0, self.day_tokens - limit))
 
     def add(self, *, requests: int, input_tokens: int, output_tokens: int, day: str) -> None:
         """Fill the buckets, or with negative counts empty them; never below nothing."""
@@ -95,18 +98,15 @@ class InUse(msgspec.Struct, kw_only=True):
         }
         waits = {name: bucket.wait_seconds(amounts[name]) for name, bucket in self.buckets(limits).items()}
         if limits.tokens_per_day is not None:
-            excess = self.day_tokens + input_tokens + output_tokens - limits.tokens_per_day
-            # Each midnight gives a day's tokens; one that has come already, for a clock that was set back, does not.
-            days = math.ceil(excess / limits.tokens_per_day) + (self.day != day_of(self.at))
-            waits["tokens_per_day"] = 0.0 if excess <= 0 else days * DAY_SECONDS - self.at % DAY_SECONDS
+            room = limits.tokens_per_day - input_tokens - output_tokens
+            # Midnight gives a day's tokens; one that has come already, for a clock that was set back, does not.
+            days = 1 + (self._carried(limits.tokens_per_day) > room) + (self.day != day_of(self.at))
+            waits["tokens_per_day"] = 0.0 if self.day_tokens <= room else days * DAY_SECONDS - self.at % DAY_SECONDS
         return {name: math.ceil(round(seconds * 1000, 3)) / 1000 for name, seconds in waits.items()}
 
 
-def _days_between(earlier: str, later: str) -> int:
-    """Return how many midnights are between two days; 1 where the first is none."""
-    if not earlier:
-        return 1
-    return max(1, (date.fromisoformat(later) - date.fromisoformat(earlier)).days)
+def _is_day_before(earlier: str, later: str) -> bool:
+    return (date.fromisoformat(later) - date.fromisoformat(earlier)).days == 1
 
 
 def _leaked(in_use: float, limit: int | None, seconds: float) -> float:

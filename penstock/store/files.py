@@ -1,10 +1,12 @@
 """Files of tenants, in pieces: there for their tenant once they are complete, and for nobody else ever.
 
 A file is written piece by piece, each in a transaction of its own, so that a large one holds up no other writer; it
-appears when `complete` is committed. What a killed process left unfinished is swept away. Knows nothing of what files
+appears when `complete` is committed. So is it removed, after nobody can see it any more. What a killed process left
+unfinished is swept away. Knows nothing of what files
 hold.
 """
 
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from penstock.store.schema import file_chunks, files
 CHUNK_BYTES = 1024 * 1024
 MAX_TENANT_BYTES = 4 * 1024**3
 MAX_TENANT_FILES = 10_000
+_REMOVED_CHUNKS = 4  # in one transaction
 
 # Longer than the slowest upload that a connection is allowed.
 _UNFINISHED_SECONDS = 24 * 3600.0
@@ -67,17 +70,26 @@ class FileStore:
             if refusal is None:
                 complete(connection, file_id, num_bytes)
                 connection.execute(update(files).where(files.c.id == file_id).values(filename=filename))
-            else:
-                _remove(connection, file_id)
         if refusal is not None:
+            self.give_up(file_id)
             raise refusal
         self._database.flush()
         return self.find(tenant, file_id)
 
     def give_up(self, file_id: str) -> None:
-        """Remove an open file."""
+        """Remove an open file, or one that was hidden."""
+        with self._database.reading() as connection:
+            counted = select(func.max(file_chunks.c.number)).where(file_chunks.c.file_id == file_id)
+            last = connection.execute(counted).scalar_one_or_none()
+        # From the beginning on: who reads it meanwhile finds that it is gone, and never half of it.
+        for start in range(0, 0 if last is None else last + 1, _REMOVED_CHUNKS):
+            began = time.monotonic()
+            some = file_chunks.c.number.between(start, start + _REMOVED_CHUNKS - 1)
+            with self._database.writing() as connection:
+                connection.execute(delete(file_chunks).where(file_chunks.c.file_id == file_id, some))
+            time.sleep(time.monotonic() - began)  # those who waited meanwhile come first
         with self._database.writing() as connection:
-            _remove(connection, file_id)
+            connection.execute(delete(files).where(files.c.id == file_id))
 
     def find(self, tenant: str, file_id: str) -> StoredFile:
         """Return one of a tenant's files. Raises UploadNotFound, of another tenant's file as of none."""
@@ -117,17 +129,20 @@ class FileStore:
             yield bytes(data)
 
     def delete(self, tenant: str, file_id: str) -> None:
+        """Hide one of a tenant's files, then remove it. Raises UploadNotFound."""
         with self._database.writing() as connection:
             _find(connection, tenant, file_id)
-            _remove(connection, file_id)
+            connection.execute(update(files).where(files.c.id == file_id).values(is_complete=False))
+        self.give_up(file_id)
 
     def sweep(self) -> None:
         """Remove what was begun and not completed by processes that are gone."""
-        with self._database.writing() as connection:
+        with self._database.reading() as connection:
             oldest = self._database.now(connection) - _UNFINISHED_SECONDS
             unfinished = select(files.c.id).where(~files.c.is_complete, files.c.created_at < oldest)
-            for file_id in connection.execute(unfinished).scalars().all():
-                _remove(connection, file_id)
+            found = connection.execute(unfinished).scalars().all()
+        for file_id in found:
+            self.give_up(file_id)
 
 
 def complete(connection: Connection, file_id: str, num_bytes: int) -> None:
@@ -159,11 +174,6 @@ def _find(connection: Connection, tenant: str, file_id: str) -> StoredFile:
 
 def _stored(row: Mapping[Any, Any]) -> StoredFile:
     return StoredFile(**{name: row[name] for name in StoredFile.__slots__})
-
-
-def _remove(connection: Connection, file_id: str) -> None:
-    connection.execute(delete(file_chunks).where(file_chunks.c.file_id == file_id))
-    connection.execute(delete(files).where(files.c.id == file_id))
 
 
 def _chunks(pieces: Iterable[bytes]) -> Iterator[bytes]:

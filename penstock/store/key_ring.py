@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from penstock.errors import ConfigError, NotAuthenticated
 from penstock.tenants import OPEN_TENANT, ApiKey, Caller, KeyTerms, check_name, read_terms
 
@@ -38,7 +40,7 @@ class KeyRing:
         known: dict[bytes, list[tuple[bytes, ApiKey, Caller]]] = {}
         for key in keys:
             digest = bytes.fromhex(key.sha256)
-            known.setdefault(digest[:_PREFIX_BYTES], []).append((digest, key, Caller(key.name, key.terms)))
+            known.setdefault(digest[:_PREFIX_BYTES], []).append((digest, key, _caller_of(key)))
         self._known = known
         self.is_open = not keys and not needs_keys
 
@@ -68,6 +70,12 @@ class KeyRing:
         if found is None:
             raise NotAuthenticated("this API key is not known here")
         return found
+
+
+def _caller_of(key: ApiKey) -> Caller:
+    """Return who a key's requests come from. Who was granted no priority asks for none above the others'."""
+    priority = key.terms.priority or 0
+    return Caller(key.name, msgspec.structs.replace(key.terms, priority=priority))
 
 
 def load_keys(path: str) -> tuple[ApiKey, ...]:

@@ -10,7 +10,7 @@ import msgspec
 from sqlalchemy import Connection, select
 
 from penstock.store.database import Database, insert_into
-from penstock.store.schema import usage
+from penstock.store.schema import MAX_MODEL_CHARACTERS, usage
 from penstock.tenants import Usage
 
 _COUNTS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "refused", "errors")
@@ -48,8 +48,14 @@ def merge_usage(entries: Iterable[Usage]) -> list[Usage]:
     """One entry for each key, in an order that is everywhere the same, so that no two writers wait for each other."""
     merged: dict[tuple[str, str, str], Usage] = {}
     for entry in entries:
-        key = (entry.tenant, entry.model, entry.day)
-        known = merged.setdefault(key, Usage(tenant=entry.tenant, model=entry.model, day=entry.day))
+        model = _storable(entry.model)
+        key = (entry.tenant, model, entry.day)
+        known = merged.setdefault(key, Usage(tenant=entry.tenant, model=model, day=entry.day))
         for name in _COUNTS:
             setattr(known, name, getattr(known, name) + getattr(entry, name))
     return [merged[key] for key in sorted(merged)]
+
+
+def _storable(model: str) -> str:
+    """Return a model's name as any database takes it: one that it refused would keep all others from being written."""
+    return model.replace("\0", "")[:MAX_MODEL_CHARACTERS]

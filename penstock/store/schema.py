@@ -23,6 +23,8 @@ from sqlalchemy import (
 # versions only added tables, and an older store is given those it lacks.
 SCHEMA_VERSION = 6
 
+MAX_MODEL_CHARACTERS = 255
+
 _NAME = 64
 _ID = 64
 
@@ -100,7 +102,7 @@ usage = Table(
     "penstock_usage",
     metadata,
     Column("tenant", String(_NAME), primary_key=True),
-    Column("model", String(255), primary_key=True),
+    Column("model", String(MAX_MODEL_CHARACTERS), primary_key=True),
     Column("day", String(10), primary_key=True),
     Column("requests", BigInteger, nullable=False),
     Column("prompt_tokens", BigInteger, nullable=False),
@@ -139,7 +141,7 @@ batches = Table(
     Column("id", String(_ID), primary_key=True),
     Column("tenant", String(_NAME), nullable=False),
     Column("endpoint", String(64), nullable=False),
-    Column("model", String(255)),  # null: its file has none, which will be told
+    Column("model", String(MAX_MODEL_CHARACTERS)),  # null: its file has none, which will be told
     Column("completion_window", String(16), nullable=False),
     Column("labels", Text, nullable=False),  # JSON of what the API calls metadata
     Column("status", String(16), nullable=False),
@@ -177,14 +179,14 @@ batch_rows = Table(
 rollouts = Table(
     "penstock_rollouts",
     metadata,
-    Column("model", String(255), primary_key=True),
+    Column("model", String(MAX_MODEL_CHARACTERS), primary_key=True),
     Column("document", Text, nullable=False),  # JSON; empty: none yet
 )
 
 rollout_evidence = Table(
     "penstock_rollout_evidence",
     metadata,
-    Column("model", String(255), primary_key=True),
+    Column("model", String(MAX_MODEL_CHARACTERS), primary_key=True),
     Column("gateway", String(36), primary_key=True),
     Column("epoch", BigInteger, nullable=False),  # of the rollout, in which it was seen
     Column("document", Text, nullable=False),  # JSON

@@ -34,7 +34,7 @@ from penstock.engine.scheduler.step_plan import (
 from penstock.engine.scheduler.tenant_account import quantum_for
 from penstock.engine.speculative.interface import Drafter
 from penstock.errors import DeadlineExceeded, EngineFailed, InvalidParameter, PenstockError
-from penstock.request import NO_TARGETS, FinishReason, Tier
+from penstock.request import NO_TARGETS, FinishReason, Targets, Tier
 
 # Which client gets which event.
 Addressed = tuple[bytes, TokenEvent]
@@ -157,7 +157,7 @@ class Scheduler:
             work=self._work(submit),
             tenant=submit.tenant,
             adapter=submit.adapter,
-            targets=submit.targets,
+            targets=_binding_targets(submit),
             deadline_seconds=submit.deadline_seconds,
             best_effort=submit.best_effort,
             follows_call=submit.call_prompts == [],
@@ -525,6 +525,11 @@ class Scheduler:
             error="the engine failed while it worked on this request; try it again",
         )
         return self._finish(request, event, FinishReason.ERROR, forget=True)
+
+
+def _binding_targets(submit: Submit) -> Targets:
+    """Return the targets that the scheduler heeds. A pace that nobody promised makes nobody else wait or be refused."""
+    return Targets(submit.targets.ttft_seconds) if submit.best_effort else submit.targets
 
 
 def _place_in_plan(piece: RowSlice) -> int:

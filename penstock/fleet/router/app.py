@@ -43,7 +43,7 @@ from penstock.fleet.router.file_proxy import PATTERN, FileProxy
 from penstock.fleet.router.health import HealthMonitor
 from penstock.fleet.router.metrics import GatewayMetrics
 from penstock.fleet.router.proxy import Proxy
-from penstock.fleet.router.query import RouteQuery, read_head
+from penstock.fleet.router.query import RouteQuery, read_document, read_head, too_deep
 from penstock.fleet.router.urgency import urgency_of
 from penstock.loopback import check_open_call
 from penstock.metering.meter import Meter
@@ -163,7 +163,7 @@ class _Routes:
         model = context.config.aliases.get(head.model, head.model)
         self._check_model(head.model, model, caller)
         if model != head.model:
-            body = msgspec.json.encode({**msgspec.json.decode(body), "model": model})
+            body = msgspec.json.encode({**read_document(body), "model": model})
         record.model, record.stream = model, bool(head.stream)
         query = RouteQuery(
             head, model=model, tenant=caller.tenant, session=request.headers.get(_SESSION_HEADER),
@@ -182,7 +182,8 @@ class _Routes:
             )  # fmt: skip
             decision.status = response.status
             return response
-        except PenstockError as error:
+        except (PenstockError, RecursionError) as failure:
+            error = failure if isinstance(failure, PenstockError) else too_deep()
             decision.refuse(str(error), time.monotonic() - record.arrival)
             refusal = _error(request, error)
             refusal.headers[ROUTE_HEADER] = decision.header()

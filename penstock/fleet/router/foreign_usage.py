@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.fleet.router.query import RequestHead
+from penstock.fleet.router.query import RequestHead, read_document
 from penstock.store.quotas import Need
 from penstock.telemetry import RequestRecord
 
@@ -69,19 +69,23 @@ def need_of(head: RequestHead, max_context_tokens: int | None) -> Need:
     stated = head.most_output_tokens
     room = (max_context_tokens - input_tokens) if max_context_tokens is not None else _ANSWER_TOKENS
     num_answers = min(num_prompts * head.num_choices, _MAX_TOKENS)
-    most_output_tokens = num_answers * (stated if stated is not None else max(1, room))
+    most = stated if stated is not None else max(1, room)
+    fewest = head.fewest_output_tokens(most)
+    if stated is None and max_context_tokens is None and fewest == most:
+        fewest = 0  # where nobody told how long the context is, its end is a guess and nothing certain
+    least_output_tokens = num_answers * max(fewest, int(num_answers > 1))
     return Need(
         input_tokens=input_tokens,
-        most_output_tokens=min(most_output_tokens, _MAX_TOKENS),
-        output_is_stated=stated is not None,
-        least_output_tokens=num_answers if num_answers > 1 else 0,
+        most_output_tokens=min(num_answers * most, _MAX_TOKENS),
+        output_is_stated=stated is not None or fewest == most,
+        least_output_tokens=min(least_output_tokens, _MAX_TOKENS),
         num_answers=num_answers,
     )
 
 
 def asking_for_usage(body: bytes) -> bytes:
     """Return a stream's request with the wish that its last chunk tell what it cost."""
-    document = msgspec.json.decode(body)
+    document = read_document(body)
     options = document.get("stream_options")
     options = dict(options) if isinstance(options, Mapping) else {}
     return msgspec.json.encode({**document, "stream_options": {**options, "include_usage": True}})

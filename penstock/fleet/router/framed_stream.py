@@ -12,6 +12,7 @@ import msgspec
 from penstock.fleet.rollout.trial import Trial
 from penstock.fleet.router.dispatch import Placement
 from penstock.fleet.router.downstream import Downstream
+from penstock.fleet.router.query import read_document
 from penstock.fleet.router.replica_client import Answer
 from penstock.fleet.router.upstream import UPSTREAM_ERRORS, blame, note_failure, note_refusal
 from penstock.protocol.frames import FRAMES_HEADER, NO_LEASE, BrokenFrames, FrameReader
@@ -117,7 +118,7 @@ class FramedStream:
         token_ids, head = self.reader.token_ids, self._head
         if head is None or not token_ids:
             return body
-        document = msgspec.json.decode(body)
+        document = read_document(body)
         begun: dict[str, object] = {"id": head.id, "created": head.created, "token_ids": token_ids}
         if self.reader.ended_choices:
             begun["ended"] = self.reader.ended_choices

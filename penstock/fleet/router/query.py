@@ -34,6 +34,10 @@ class RequestHead(msgspec.Struct, frozen=True):
     # Wrong values of these are for the replica to refuse.
     max_tokens: Any = None
     max_completion_tokens: Any = None
+    min_tokens: Any = None
+    ignore_eos: Any = None
+    stop: Any = None
+    stop_token_ids: Any = None
     stream_options: Any = None
     priority: Any = None
     deadline_ms: Any = None
@@ -49,13 +53,23 @@ class RequestHead(msgspec.Struct, frozen=True):
     def most_output_tokens(self) -> int | None:
         """How long one answer may become, where the caller says."""
         wanted = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return wanted if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted > 0 else None
+        return wanted if _is_count(wanted) else None
+
+    def fewest_output_tokens(self, most: int) -> int:
+        """How many of at most `most` tokens one answer has for certain."""
+        if self.ignore_eos is True and not (self.stop or self.stop_token_ids):
+            return most
+        return min(most, self.min_tokens) if _is_count(self.min_tokens) else 0
 
     @property
     def wants_usage(self) -> bool:
         """Whether a stream's last chunk is to tell what it cost."""
         options = self.stream_options
         return isinstance(options, Mapping) and bool(options.get("include_usage"))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 _decoder = msgspec.json.Decoder(RequestHead)
@@ -69,6 +83,23 @@ def read_head(body: bytes) -> RequestHead:
         raise RequestError(f"the request body is not usable: {error}", param=_field_in(str(error))) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedBody(f"the request body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise too_deep() from None
+
+
+def read_document(body: bytes) -> dict[str, Any]:
+    """Return all of a body whose head was read: what that passed over may be wrong too. Raises MalformedBody."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedBody(f"the request body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise too_deep() from None
+
+
+def too_deep() -> MalformedBody:
+    """Return what to tell who sent a body that cannot be followed to its innermost value."""
+    return MalformedBody("the request body is nested too deeply; give plainer values")
 
 
 def _field_in(message: str) -> str | None:

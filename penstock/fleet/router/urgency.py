@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.fleet.router.query import RequestHead
+from penstock.fleet.router.query import RequestHead, read_document
 from penstock.request import MAX_PRIORITY
 from penstock.tenants import KeyTerms
 
@@ -58,7 +58,7 @@ def with_time_left(body: bytes, urgency: Urgency, now: float, *, has_begun: bool
     """
     if urgency.latest is None:
         return body
-    document = msgspec.json.decode(body)
+    document = read_document(body)
     if urgency.deadline is not None:
         document["deadline_ms"] = _left_ms(urgency.deadline, now)
     if has_begun:

@@ -29,6 +29,8 @@ Result = TypeVar("Result")
 
 _RETRY_SECONDS = 1.0
 _LOOK_SECONDS = 0.25
+# So many begin together: between them the event loop is others'.
+_MOST_LINES = 32
 # A day's tokens may be used up for hours; but a limit may be raised, and the batch cancelled.
 _LONGEST_PAUSE = 30.0
 
@@ -68,25 +70,34 @@ class HeldBatch:
         """Answers under way."""
         return sum(self._running.values())
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether nothing of it runs, and nothing may for now: a limit is used up, or its tenant's key is gone."""
+        return not self._running and time.monotonic() < self._paused_until
+
     async def run(self) -> None:
-        """Work until the batch has ended, is no longer ours, or `stop` was called: then it lets go of the batch."""
+        """Work until the batch has ended, is no longer ours, or `stop` was called: then it lets go of the batch.
+
+        What fails in a way that nobody foresaw stays held until the hold runs out: others go first.
+        """
         keeper = asyncio.create_task(self._keep_hold())
         worker = asyncio.create_task(self._work_through())
-        has_ended = False
+        lets_go = True
         try:
             await asyncio.wait((keeper, worker, self._stop), return_when=asyncio.FIRST_COMPLETED)
             if worker.done():
-                has_ended = worker.result()
+                lets_go = False
+                lets_go = not worker.result()
             elif keeper.done():
                 keeper.result()
         except HoldLost:
             log_event(log, "a batch was taken over by another", level=logging.WARNING, batch=self.batch.id)
-            has_ended = True
+            lets_go = False
         finally:
             for task in (keeper, worker, *self._running):
                 task.cancel()
             await asyncio.gather(keeper, worker, *self._running, return_exceptions=True)
-            if not has_ended:
+            if lets_go:
                 await self._let_go()
 
     def stop(self) -> None:
@@ -96,7 +107,7 @@ class HeldBatch:
 
     async def _work_through(self) -> bool:
         """Bring the batch to its end; False: it has not ended, and another must go on."""
-        if self.batch.status == "validating" and not await self._validate():
+        if self._is_unread and not await self._validate():
             return True
         if self.batch.status == "in_progress":
             await self._run_lines()
@@ -104,6 +115,11 @@ class HeldBatch:
                 return False
         await self._finish()
         return True
+
+    @property
+    def _is_unread(self) -> bool:
+        """Whether its lines are still to be written down, if only to tell of each that it was cancelled."""
+        return self.batch.status in ("validating", "cancelling") and not self.batch.num_rows
 
     # ------------------------------------------------------------ holding on
 
@@ -134,6 +150,8 @@ class HeldBatch:
     async def _validate(self) -> bool:
         """Turn the file into rows, or the batch down; whether it goes on."""
         errors = await self._ask(self._read_input)
+        if errors and self.batch.status == "cancelling":
+            return True  # nobody wants to know
         if errors:
             await self._ask(lambda: self._work.reject(self.batch, errors))
             self._note_end("failed")
@@ -220,6 +238,7 @@ class HeldBatch:
             return True
         while (room := self._share() - self.num_running) > 0:
             wanted = 1 if self._most_answers is None else max(1, room // self._most_answers)
+            wanted = min(wanted, _MOST_LINES)
             rows, counts = await self._ask(partial(self._claim, wanted))
             for row, num_answers in zip(rows, counts, strict=True):
                 line = run_line(self._context, caller, self.batch.id, self.batch.endpoint, row)

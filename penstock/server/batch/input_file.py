@@ -21,6 +21,8 @@ from penstock.store.batches import InputError
 _MAX_ERRORS = 50  # as many as a person would read
 # Around a body: the names, the endpoint and the longest custom_id.
 _ENVELOPE_BYTES = 8192
+_NOT_JSON = ("invalid_json_line", "this line is not JSON in UTF-8; give one object on each line")
+_TOO_DEEP = ("invalid_json_line", "this line is nested too deeply; give plainer values")
 # What would be right of each field of a line.
 _RIGHT: Mapping[str, str] = MappingProxyType(
     {
@@ -76,12 +78,13 @@ class InputFile:
     def _check(self, number: int, text: bytes) -> NewRow:
         try:
             line = msgspec.json.decode(text, type=InputLine)
+            body = bytes(line.body).decode()  # its texts were passed over
         except msgspec.ValidationError:
             raise _explain(text) from None
         except (msgspec.DecodeError, UnicodeDecodeError):
-            raise WrongLine(
-                "invalid_json_line", "this line is not JSON in UTF-8; give one object on each line"
-            ) from None
+            raise WrongLine(*_NOT_JSON) from None
+        except RecursionError:
+            raise WrongLine(*_TOO_DEEP) from None
         if line.url != self._endpoint:
             raise WrongLine("mismatched_url", f"give the batch's endpoint, {self._endpoint}", "url")
         if line.custom_id in self._seen:
@@ -93,7 +96,7 @@ class InputFile:
         if model != self._model:
             raise WrongLine("mismatched_model", "all lines must name the first one's model", "body.model")
         self._seen.add(line.custom_id)
-        return NewRow(number, line.custom_id, bytes(line.body).decode())
+        return NewRow(number, line.custom_id, body)
 
     def _note(self, line: int | None, code: str, message: str, param: str | None = None) -> None:
         self.errors.append(InputError(code, message, line, param))
@@ -106,6 +109,10 @@ def _explain(text: bytes) -> WrongLine:
         fields = msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.ValidationError:
         return shape
+    except (msgspec.DecodeError, UnicodeDecodeError):  # behind what is wrong already
+        return WrongLine(*_NOT_JSON)
+    except RecursionError:
+        return WrongLine(*_TOO_DEEP)
     for name in fields:
         if name not in _RIGHT:
             shown = name[:100]
@@ -126,7 +133,7 @@ def first_model(pieces: Iterable[bytes], max_body_bytes: int) -> str | None:
     lines = filter(bytes.strip, split_lines(pieces, max_body_bytes + _ENVELOPE_BYTES))
     with suppress(LineTooLong):
         for text in islice(lines, _MAX_ERRORS):
-            with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 line = msgspec.json.decode(text, type=InputLine)
                 return msgspec.json.decode(line.body, type=BodyModel).model
     return None

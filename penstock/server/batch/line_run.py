@@ -103,7 +103,7 @@ def count_answers(body: str) -> int:
     """How many answers a line asks for; 1 where its body is not what it should be, as will be found when it runs."""
     try:
         asked = msgspec.json.decode(body, type=_Asked)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return 1
     prompt = asked.prompt
     num_prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1

@@ -25,6 +25,8 @@ POLL_SECONDS = 0.5
 _IDLE_TIMES = 8
 _SWEEP_SECONDS = 600.0
 _MAX_HELD = 4
+# ... and beside them so many that wait for their tenant's limit, perhaps until midnight: a place is for who can run.
+_MAX_RESTING = 60
 
 log = logging.getLogger("penstock.batch")
 
@@ -67,7 +69,7 @@ class BatchRunner:
             for task in [task for task in self._held if task.done()]:
                 del self._held[task]
                 _report(task)
-            if len(self._held) < _MAX_HELD and self._context.engine.connected:
+            if self._has_place and self._context.engine.connected:
                 batch = await self._take()
                 if batch is not None:
                     self._hold(batch)
@@ -77,6 +79,14 @@ class BatchRunner:
                 pause = self._poll_seconds
             else:
                 pause = min(2 * pause, _IDLE_TIMES * self._poll_seconds)
+
+    @property
+    def _num_active(self) -> int:
+        return sum(not held.is_resting for held in self._held.values())
+
+    @property
+    def _has_place(self) -> bool:
+        return self._num_active < _MAX_HELD and len(self._held) < _MAX_HELD + _MAX_RESTING
 
     async def _is_called_within(self, seconds: float) -> bool:
         """Wait so long, or until this worker has taken a batch in."""
@@ -96,17 +106,17 @@ class BatchRunner:
             self._files,
             threads=self._threads,
             window=self._window,
-            share=lambda: max(1, self._window.size // max(1, len(self._held))),
+            share=lambda: max(1, self._window.size // max(1, self._num_active)),
         )
         self._held[asyncio.create_task(held.run())] = held
 
     async def _take(self) -> StoredBatch | None:
         tenants = {held.batch.tenant for held in self._held.values()}
         try:
+            await self._sweep()  # first: what is taken must not be lost by its failing
             found = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._work.take, self._is_ours, tenants
             )
-            await self._sweep()
         except StoreUnavailable as error:
             self._context.metrics.count_store_failure()
             if not self._is_failing:

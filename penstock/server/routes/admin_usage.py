@@ -41,8 +41,8 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
 
 def _check_day(text: str) -> None:
     try:
-        day = datetime.date.fromisoformat(text).isoformat()
+        is_day = datetime.date.fromisoformat(text).isoformat() == text
     except ValueError:
-        day = ""
-    if day != text:
+        is_day = False
+    if not is_day:
         raise InvalidParameter("since", text, "give a day as YYYY-MM-DD")

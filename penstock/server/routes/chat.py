@@ -96,7 +96,7 @@ async def begin_chat(
             max_tokens_name=limit_name,
             logprobs_name="top_logprobs",
         )
-        begun = check_continuation(chat, params, [prompt], info)
+        begun = await check_continuation(chat, params, [prompt], info, context.turns)
     framed = framed_params(frames, chat, params)
     with_logprobs = num_logprobs is not None
     reply = ChatReply(context.tokenizer, record.completion_id, chat, begun, with_logprobs=with_logprobs)

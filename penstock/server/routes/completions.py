@@ -86,7 +86,7 @@ async def begin_completion(
         if wanted.echo and not wanted.only_scores_prompt:
             prompts = [_with_unfinished(context, prompt) for prompt in prompts]
         check_answer_size(prompts, params, num_choices=wanted.num_choices, max_context_tokens=info.max_context_tokens)
-        begun = check_continuation(wanted, params, prompts, info)
+        begun = await check_continuation(wanted, params, prompts, info, context.turns)
     framed = framed_params(frames, wanted, params)
     with_logprobs = wanted.logprobs is not None
     reply = CompletionReply(context.tokenizer, record.completion_id, wanted, begun, with_logprobs=with_logprobs)

@@ -7,21 +7,22 @@ from penstock.protocol.models import Model, ModelList
 from penstock.server.context import ServerContext
 from penstock.server.endpoint import Access, Endpoint, caller_of
 from penstock.server.json_response import json_response
+from penstock.tenants import Caller
 
 
 def endpoints(context: ServerContext) -> list[Endpoint]:
-    def describe(name: str) -> Model:
-        info = context.engine.info
-        limit = None if info is None else info.max_context_tokens
+    def describe(name: str, caller: Caller) -> Model:
+        limit = None if context.engine.info is None else context.engine_info(caller).max_context_tokens
         return Model(id=name, created=context.created, max_context_tokens=limit)
 
     async def list_models(request: Request) -> Response:
-        return json_response(ModelList(data=[describe(name) for name in context.models_for(caller_of(request))]))
+        caller = caller_of(request)
+        return json_response(ModelList(data=[describe(name, caller) for name in context.models_for(caller)]))
 
     async def retrieve(request: Request) -> Response:
-        name = request.path_params["model"]
-        context.check_model(name, caller_of(request))
-        return json_response(describe(name))
+        name, caller = request.path_params["model"], caller_of(request)
+        context.check_model(name, caller)
+        return json_response(describe(name, caller))
 
     return [
         Endpoint(

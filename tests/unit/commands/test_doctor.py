@@ -94,6 +94,18 @@ def test_a_cache_folder_whose_name_no_folder_can_have_is_a_finding(
     assert "File name too long" in finding.found
 
 
+def test_a_store_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/none")
+    finding = doctor.check_store(Options())
+    assert finding.status is Status.WARN
+    assert finding.found.startswith("/proc/none/penstock/penstock.db cannot be written")
+    assert "--store" in finding.advice
+    for location in (str(tmp_path / "a" / "b.db"), "none", "postgresql://me:secret@host/db"):
+        fit = doctor.check_store(Options(store=location))
+        assert fit.status is Status.OK and "secret" not in fit.found
+    assert not (tmp_path / "a").exists()
+
+
 def test_a_default_model_that_is_not_fetched_is_a_warning(tmp_path: Path) -> None:
     finding = doctor.check_default_model(Options(cache_dir=str(tmp_path)))
     assert finding.status is Status.WARN

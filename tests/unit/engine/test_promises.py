@@ -93,6 +93,18 @@ def test_best_effort_is_accepted_late_and_counts_as_no_promise():
     assert engine.engine.stats().promises["ttft"] == {"kept": 0, "broken": 0}
 
 
+def test_what_best_effort_asks_for_costs_nobody_else_anything():
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    hopeless = Targets(ttft_seconds=1e-6, time_per_token_seconds=1e-6)
+    engine.submit(request("wish", 0.0, answer=4000, tenant="a", targets=hopeless, best_effort=True))
+    engine.run([], until=1.0)
+    alone = VirtualEngine(known=H200_LLAMA_8B).run([request("alone", 0.0, prompt=4096, answer=8)])["alone"]
+    other = engine.submit(request("other", engine.clock.now, prompt=4096, answer=8, tenant="b"))
+    engine.run([], until=3.0)
+    assert not other.refused
+    assert other.ttft <= 1.5 * alone.ttft
+
+
 def test_without_targets_nothing_is_refused_but_by_a_full_queue():
     outcomes = VirtualEngine(known=H200_LLAMA_8B).run(poisson(90, 600, targets=Targets()))
     assert not any(outcome.refused for outcome in outcomes.values())

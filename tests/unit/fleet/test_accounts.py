@@ -105,6 +105,36 @@ async def test_what_a_foreign_answer_tells_of_its_cost_is_booked(tenancy):
         assert booked(tenancy) == (1, 7, 3, 5, 0, 0)
 
 
+@pytest.mark.parametrize("wrong", [b"1e999", b'"\xff"'])
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        (b'"model": "alias"', "vllm"),
+        (b'"model": "tiny", "stream": true', "vllm"),
+        (b'"model": "tiny", "deadline_ms": 9000', "penstock"),
+    ],
+)
+async def test_what_is_wrong_where_the_gateway_did_not_look_is_its_callers_mistake(tenancy, wrong, fields, kind):
+    config = msgspec.structs.replace(QUICK, aliases={"alias": "tiny"})
+    body = b'{%b, "prompt": "x", "temperature": %b}' % (fields, wrong)
+    replica = FakeReplica()
+    async with replica.running(), running_gateway(replica, kind=kind, tenancy=tenancy, config=config) as running:
+        url, headers = f"{running.url}/v1/completions", {"content-type": "application/json"}
+        answer = await running.client.post(url, data=body, headers=headers)
+        assert (answer.status, (await answer.json())["error"]["code"]) == (400, "invalid_json")
+        assert not replica.received and not any(known.num_in_flight for known in running.gateway.pool)
+
+
+async def test_a_prompt_that_is_nested_too_deeply_to_be_counted_is_its_callers_mistake(tenancy):
+    content: list[object] = []
+    for _ in range(700):
+        content = [content]
+    async with FakeReplica().running() as replica, running_gateway(replica, kind="vllm", tenancy=tenancy) as running:
+        answer = await running.ask(prompt=None, messages=[{"role": "user", "content": content}])
+        assert (answer.status, (await answer.json())["error"]["code"]) == (400, "invalid_json")
+        assert not replica.received
+
+
 @pytest.mark.parametrize("asks", [True, False])
 async def test_a_foreign_stream_is_asked_for_its_cost_and_only_who_asked_sees_it(tenancy, asks):
     replica = FakeReplica(answer=streaming("a", "b", usage=USAGE))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.errors import RequestError
 from penstock.fleet.router.foreign_usage import UsageReader, asking_for_usage, need_of, read_whole
 from penstock.fleet.router.query import read_head
 from penstock.telemetry import RequestRecord
@@ -64,6 +65,32 @@ def test_what_a_request_may_use_is_told_by_its_body(fields, input_tokens, most, 
     found = need(**fields)
     assert (found.input_tokens, found.most_output_tokens, found.num_answers) == (input_tokens, most, answers)
     assert found.output_is_stated == (most not in (97,))
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"model": "m", "prompt": ' + b"[" * 100_000])
+def test_a_body_that_is_nested_too_deeply_is_its_callers_mistake(body):
+    with pytest.raises(RequestError):
+        read_head(body)
+
+
+@pytest.mark.parametrize(
+    ("fields", "context", "least", "is_stated"),
+    [
+        ({"min_tokens": 40}, 100, 40, False),
+        ({"min_tokens": 40, "n": 2}, 100, 80, False),
+        ({"min_tokens": 400}, 100, 97, True),
+        ({"min_tokens": True}, 100, 0, False),
+        ({"min_tokens": 40}, None, 40, False),
+        ({"ignore_eos": True}, 100, 97, True),
+        ({"ignore_eos": True, "stop": ["x"], "min_tokens": 5}, 100, 5, False),
+        ({"ignore_eos": True, "stop_token_ids": [7]}, 100, 0, False),
+        ({"ignore_eos": True}, None, 0, False),
+    ],
+)
+def test_what_an_answer_has_for_certain_is_reserved(fields, context, least, is_stated):
+    head = read_head(msgspec.json.encode({"model": "m", "prompt": [1, 2, 3], **fields}))
+    found = need_of(head, context)
+    assert (found.least_output_tokens, found.output_is_stated) == (least, is_stated)
 
 
 def test_asking_for_usage_keeps_what_was_asked_before():

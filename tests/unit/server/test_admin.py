@@ -141,7 +141,8 @@ async def test_usage_is_told_by_tenant_model_and_day(service, admin):
     assert (entry["prompt_tokens"], entry["output_tokens"]) == (answer["prompt_tokens"], answer["completion_tokens"])
     assert (await admin.get("/admin/usage", params={"tenant": "bob"})).json() == {"data": []}
     assert (await admin.get("/admin/usage", params={"since": "2999-01-01"})).json() == {"data": []}
-    assert (await admin.get("/admin/usage", params={"since": "yesterday"})).status_code == 400
+    for wrong in ("yesterday", "20260101", ""):
+        assert (await admin.get("/admin/usage", params={"since": wrong})).status_code == 400
 
 
 async def test_an_unknown_parameter_of_a_query_is_refused_with_those_that_exist(admin):

@@ -265,3 +265,13 @@ async def test_a_keys_priority_goes_with_its_requests():
     async with running_service(keys=(ApiKey("alice", digest("a"), KeyTerms(priority=7)),)) as service:
         await service.chat(key="a")
         assert service.engine.submitted[0].terms.priority == 7
+
+
+async def test_a_key_without_a_priority_cannot_pass_the_other_tenants():
+    async with running_service(keys=(ApiKey("alice", digest("a")),)) as service:
+        refused = await service.chat(key="a", priority=1)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+        assert (await service.chat(key="a", priority=-1)).status_code == 200
+    async with running_service() as service:
+        await service.chat(priority=10)
+        assert service.engine.submitted[0].terms.priority == 10, "who is alone may order its own"

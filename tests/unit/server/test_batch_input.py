@@ -11,7 +11,8 @@ from penstock.server.batch import input_file
 from penstock.server.batch.input_file import InputFile, first_model, split_lines
 
 URL = "/v1/completions"
-MOST = 1000
+MOST = 100_000
+DEEP = b"[" * 10_000 + b"]" * 10_000
 
 
 def line(custom_id="a", **changes):
@@ -36,6 +37,11 @@ def test_lines_keep_their_numbers_and_empty_ones_count():
     [
         (b"{", "invalid_json_line"),
         (b"\xff", "invalid_json_line"),
+        (b'{"extra": 1, "custom_id": "a"', "invalid_json_line"),
+        (b'{"extra": 1, "custom_id": "\xff"}', "invalid_json_line"),
+        (b'{"extra": ' + DEEP + b"}", "invalid_json_line"),
+        (json.dumps(line()).encode().replace(b"hi", b"gr\xfc\xdfe"), "invalid_json_line"),
+        (b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": ' + DEEP + b"}", "invalid_json_line"),
         (b"[]", "invalid_line"),
         (line(custom_id=""), "invalid_line"),
         (line(custom_id=7), "invalid_line"),
@@ -48,12 +54,19 @@ def test_lines_keep_their_numbers_and_empty_ones_count():
         (line(body={"prompt": "x"}), "invalid_body"),
         (line(body={"model": "other"}), "mismatched_model"),
         (line("good"), "duplicate_custom_id"),
-        (b"x" * 20_000, "line_too_long"),
+        (b"x" * 200_000, "line_too_long"),
     ],
 )
 def test_a_wrong_line_is_told_with_its_number(wrong, code):
     _, errors = read(line("good"), wrong)
     assert [(error.code, error.line) for error in errors] == [(code, 2)]
+
+
+@given(st.binary(max_size=6), st.integers(0, 200), st.integers(0, 8))
+def test_whatever_a_line_holds_it_is_a_row_or_an_error(noise, start, length):
+    text = json.dumps(line(custom_id="ä")).encode()
+    found, errors = read(text[:start] + noise + text[start + length :])
+    assert found or errors
 
 
 @pytest.mark.parametrize(
@@ -105,6 +118,7 @@ def test_the_first_lines_model_is_the_batchs():
     assert first_model([b"\n", json.dumps(line()).encode()], MOST) == "tiny"
     assert first_model([b"{\n", json.dumps(line()).encode()], MOST) == "tiny"
     assert first_model([b"{"], MOST) is None
+    assert first_model([b'{"body": ' + DEEP + b"}"], MOST) is None
     assert first_model([], MOST) is None
 
 

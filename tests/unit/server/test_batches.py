@@ -9,10 +9,12 @@ import pytest
 from penstock.engine.messages import EngineStats, TokenEvent
 from penstock.errors import EngineFailed
 from penstock.request import FinishReason, Tier
+from penstock.server.batch import window
+from penstock.server.batch.held_batch import HeldBatch
 from penstock.server.batch.line_run import count_answers
 from penstock.server.batch.runner import POLL_SECONDS, BatchRunner
 from penstock.server.batch.window import FEWEST, MOST, Window
-from penstock.store.batch_work import MAX_ATTEMPTS
+from penstock.store.batch_work import MAX_ATTEMPTS, BatchWork
 from penstock.store.database import Database
 from penstock.store.keys import KeyStore
 from penstock.store.ledger import UsageLedger
@@ -147,6 +149,21 @@ async def test_a_line_that_always_fails_is_told_and_not_tried_for_ever(tmp_path)
         assert [entry.errors for entry in desk.ledger()] == [1]
 
 
+async def test_lines_begin_a_few_at_a_time_however_much_room_there_is(tmp_path, monkeypatch):
+    claim, counts = BatchWork.claim, []
+
+    def note(work, held, count):
+        counts.append(count)
+        return claim(work, held, count)
+
+    monkeypatch.setattr(BatchWork, "claim", note)
+    monkeypatch.setattr(window, "FEWEST", 200)
+    async with running_desk(tmp_path) as desk:
+        ended = await desk.ended(await desk.start(*[line(f"r{index}") for index in range(100)]))
+        assert ended["request_counts"]["completed"] == 100
+    assert 1 < max(counts) <= 32
+
+
 async def test_a_full_queue_makes_a_batch_wait_and_leaves_no_trace(tmp_path):
     async with running_desk(tmp_path) as desk:
         engine, refusals = desk.service.engine, [0.01] * (MAX_ATTEMPTS + 1)
@@ -207,6 +224,36 @@ async def test_a_batch_never_uses_more_than_the_days_tokens(tmp_path):
         assert [(entry.requests, entry.refused) for entry in desk.ledger()] == [(2, 0)]
 
 
+async def test_batches_that_wait_for_their_tenants_limits_leave_places_to_others(tmp_path):
+    async with running_desk(tmp_path, KeyTerms()) as desk:
+        poor = KeyTerms(limits=Limits(tokens_per_day=10))
+        keys = KeyStore(desk.service.context.tenancy.database)
+        tenants = [Desk(desk.service, keys.create(f"poor-{index}", poor)) for index in range(5)]
+        await until(lambda: desk.service.context.tenancy.ring.caller_named("poor-4") is not None)
+        for tenant in tenants:
+            await tenant.start(*[line(f"r{index}") for index in range(4)])
+        ended = await desk.ended(await desk.start(line("a")))
+        assert ended["request_counts"]["completed"] == 1
+
+
+async def test_a_batch_that_nobody_can_work_on_keeps_no_other_from_running(tmp_path, monkeypatch):
+    read = HeldBatch._read_input
+    reads = []
+
+    def fail_first(held):
+        reads.append(held.batch.id)
+        if held.batch.id == reads[0]:
+            raise RuntimeError("nobody foresaw this")
+        return read(held)
+
+    monkeypatch.setattr(HeldBatch, "_read_input", fail_first)
+    async with running_desk(tmp_path) as desk:
+        broken = await desk.start(line("a"))
+        await until(lambda: broken in reads)
+        assert (await desk.ended(await desk.start(line("b"))))["request_counts"]["completed"] == 1
+        assert reads.count(broken) == 1, "it is tried again when its hold has run out"
+
+
 async def test_a_line_larger_than_the_days_tokens_is_told(tmp_path):
     async with running_desk(tmp_path, KeyTerms(limits=Limits(tokens_per_day=10))) as desk:
         ended = await desk.ended(await desk.start(line("a", max_tokens=100)))
@@ -223,6 +270,21 @@ async def test_a_cancelled_batch_aborts_what_runs(tmp_path):
         await desk.call("POST", f"/batches/{batch_id}/cancel")
         assert (await desk.ended(batch_id))["status"] == "cancelled"
         assert len(engine.aborted) == 2 and desk.ledger() == []
+
+
+async def test_a_batch_that_was_cancelled_before_it_was_read_tells_of_every_line(tmp_path):
+    async with running_desk(tmp_path) as desk:
+        desk.service.engine.connected = False
+        batch_id = await desk.start(line("a"), line("b"))
+        await desk.call("POST", f"/batches/{batch_id}/cancel")
+        desk.service.engine.connected = True
+        ended = await desk.ended(batch_id)
+        assert (ended["status"], ended["request_counts"]) == ("cancelled", {"total": 2, "completed": 0, "failed": 2})
+        errors = await desk.results(ended["error_file_id"])
+        assert [(item["custom_id"], item["error"]["code"]) for item in errors] == [
+            ("a", "batch_cancelled"), ("b", "batch_cancelled"),
+        ]  # fmt: skip
+        assert desk.service.engine.submitted == []
 
 
 async def test_a_server_that_drains_lets_go_of_its_batches(tmp_path):

@@ -3,6 +3,11 @@
 import pytest
 
 from penstock.protocol.frames import FRAMES_HEADER, FrameReader
+from penstock.protocol.openai_completions import CompletionRequest
+from penstock.request import SamplingParams
+from penstock.server.answer import Prompt
+from penstock.server.continuation import check_continuation
+from penstock.server.loop_turns import ENTRIES_A_PASS, LoopTurns
 from tests.unit.server.conftest import MODEL
 from tests.unit.server.sse import events_in, text_of
 
@@ -171,3 +176,19 @@ def _frames(data: bytes) -> list[bytes]:
         frames.append(head + b"\n" + rest[:length])
         data = rest[length:]
     return frames
+
+
+async def test_what_an_answer_goes_on_behind_is_looked_at_in_turns(service):
+    class Counting(LoopTurns):
+        num_entries = 0
+
+        async def take(self, num_entries):
+            self.num_entries += num_entries
+            await super().take(num_entries)
+
+    turns = Counting()
+    began = {"id": "cmpl-1", "created": 5, "token_ids": [[1] * 500] * 128}
+    wanted = CompletionRequest(model=MODEL, prompt="hi", n=128, stream=True, continue_from=began)
+    found = await check_continuation(wanted, SamplingParams(), [Prompt([1])], service.engine.info, turns)
+    assert found is not None and len(found.token_ids) == 128
+    assert turns.num_entries > ENTRIES_A_PASS // 2, "thousands of tokens are no single turn"

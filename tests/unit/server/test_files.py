@@ -144,3 +144,12 @@ def test_a_bent_form_is_never_a_failure_of_ours(tmp_path, data):
             return await upload(service, body, **{"content-type": kind})
 
     assert asyncio.run(send()).status_code < 500
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["files/%00", "files/a%00b/content", "files?after=%00", "files?purpose=%00", "batches/%00", "batches?after=%00"],
+)
+async def test_what_no_store_can_be_asked_for_is_its_callers_mistake(service, path):
+    response = await service.client.get(f"/v1/{path}")
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_parameter")

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.engine.messages import EngineStats, Histogram
+from penstock.engine.messages import EngineStats, Histogram, TokenEvent
+from penstock.request import FinishReason
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
 
@@ -96,6 +97,15 @@ async def test_each_tenants_requests_and_tokens_are_counted(service):
         "cached": 0,
         "output": answer["usage"]["completion_tokens"],
     }
+
+
+async def test_prompts_of_refused_requests_are_nobodys_tokens(service):
+    service.engine.script = lambda request: [
+        TokenEvent(request_id=request.request_id, finish=FinishReason.ERROR, error_code="overloaded", error="full")
+    ]
+    assert (await service.chat()).status_code == 429
+    samples = (await families(service))["penstock_tenant_tokens"].samples
+    assert {item.value for item in samples if item.name.endswith("_total")} == {0}
 
 
 async def test_what_is_no_request_for_a_model_is_nobodys(service):

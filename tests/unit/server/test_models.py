@@ -1,7 +1,10 @@
 """/v1/models: what is served."""
 
+import hashlib
+
 import openai
 
+from penstock.tenants import ApiKey, KeyTerms, Limits
 from tests.unit.server.conftest import MODEL, running_service
 from tests.unit.server.openai_schema import check
 
@@ -33,6 +36,14 @@ async def test_another_model_is_not_found(service):
     response = await service.client.get("/v1/models/other")
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "model_not_found"
+
+
+async def test_a_key_is_told_of_no_longer_context_than_it_may_use():
+    terms = KeyTerms(limits=Limits(longest_context=100))
+    async with running_service(keys=(ApiKey("alice", hashlib.sha256(b"a").hexdigest(), terms),)) as service:
+        for path in ("/v1/models", f"/v1/models/{MODEL}"):
+            body = (await service.client.get(path, headers={"authorization": "Bearer a"})).json()
+            assert (body["data"][0] if "data" in body else body)["max_context_tokens"] == 100
 
 
 async def test_the_list_is_there_before_the_engine_is(service):

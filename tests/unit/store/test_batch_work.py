@@ -1,5 +1,6 @@
 """Batches in the store: held by one at a time, and each line ended once, whoever dies when."""
 
+import contextlib
 import tempfile
 import threading
 
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from sqlalchemy import func, select
 
 from penstock.errors import BatchNotFound, RequestError, StorageFull, UploadNotFound
 from penstock.store import batches as batches_module
@@ -16,6 +18,8 @@ from penstock.store.batches import BatchStore, InputError, NewBatch
 from penstock.store.database import Database
 from penstock.store.files import CHUNK_BYTES, FileStore
 from penstock.store.ledger import UsageLedger, day_of
+from penstock.store.schema import file_chunks
+from penstock.store.schema import files as stored_files
 from penstock.tenants import Usage
 from tests.unit.store.conftest import NOON, Clock
 
@@ -272,6 +276,27 @@ def test_a_tenants_files_are_bounded_together(sqlite_database, monkeypatch):
         store("alice", b"123456")
     store("bob", b"123456")
     assert len(files.list("alice", after=None, limit=10)) == 1
+
+
+def test_a_large_file_is_hidden_at_once_and_removed_in_many_small_transactions(sqlite_database, monkeypatch):
+    files, num_chunks = FileStore(sqlite_database), 9
+    file_id = files.begin("alice", "", "batch")
+    for number in range(num_chunks):
+        files.append(file_id, number, b"x")
+    files.finish("alice", file_id, "a", num_chunks)
+    writing, left = Database.writing, []
+
+    @contextlib.contextmanager
+    def look_after(database):
+        with writing(database) as connection:
+            yield connection
+        with database.reading() as connection:
+            assert not connection.execute(select(stored_files.c.id).where(stored_files.c.is_complete)).all()
+            left.append(connection.execute(select(func.count()).select_from(file_chunks)).scalar_one())
+
+    monkeypatch.setattr(Database, "writing", look_after)
+    files.delete("alice", file_id)
+    assert left == [9, 5, 1, 0, 0]
 
 
 def test_what_a_killed_process_left_unfinished_is_swept_away(sqlite_database, clock):

@@ -112,6 +112,12 @@ def test_wrong_terms_are_refused(sqlite_database, name, terms, word):
     assert not store.had_any()
 
 
+@pytest.mark.parametrize("name", [".", ".."])
+def test_a_key_whose_path_leads_elsewhere_is_not_made(sqlite_database, name):
+    with pytest.raises(RequestError, match="another name"):
+        KeyStore(sqlite_database).create(name, KeyTerms())
+
+
 def test_a_key_named_as_the_open_tenant_is_not_made_and_opens_nothing_where_it_is(any_database):
     store = KeyStore(any_database)
     with pytest.raises(RequestError, match="another name"):

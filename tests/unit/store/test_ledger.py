@@ -23,6 +23,11 @@ def test_entries_of_one_tenant_model_and_day_are_added(any_database):
     ]
 
 
+def test_a_model_of_any_name_keeps_no_other_entry_from_being_written(any_database):
+    write(any_database, entry(requests=1), entry(model="x\0" * 300, refused=1), entry(model="x\0" * 400, refused=1))
+    assert UsageLedger(any_database).read() == [entry(requests=1), entry(model="x" * 255, refused=2)]
+
+
 def test_tenants_models_and_days_are_kept_apart(any_database):
     keys = [(tenant, model, day) for tenant in "ab" for model in "mn" for day in ("2026-01-01", "2026-01-02")]
     write(any_database, *[entry(*key, requests=1) for key in keys])

@@ -144,17 +144,21 @@ def test_what_an_answer_has_for_certain_is_reserved_however_short_the_tenants_an
         quotas.admit(alice, need(output=4000, stated=False, least=1001))
 
 
-def test_what_was_used_beyond_a_day_is_paid_by_the_days_behind_it(quotas, sqlite_database, clock):
+@pytest.mark.parametrize(
+    ("used", "wait", "left"), [(130, 43200, 70), (170, 43200, 30), (190, 129600, 100), (8000, 129600, 100)]
+)
+def test_what_was_used_beyond_a_day_is_paid_by_the_next_and_by_no_other(
+    quotas, sqlite_database, clock, used, wait, left
+):
     alice = caller(tokens_per_day=100)
     lease = admitted(quotas.admit(alice, need(output=5000, stated=False)))
-    end(sqlite_database, lease, input_tokens=10, output_tokens=260)
-    wait = refused(quotas.admit(alice, need())).retry_after_seconds
-    assert wait == 86400 + 43200, "270 tokens are two days' and 70 of the third's"
+    end(sqlite_database, lease, input_tokens=10, output_tokens=used - 10)
+    assert refused(quotas.admit(alice, need())).retry_after_seconds == wait
     clock.now += wait - 1
     refused(quotas.admit(alice, need()))
     clock.now += 1
-    admitted(quotas.admit(alice, need()))
-    assert refused(quotas.admit(alice, need())).retry_after_seconds == 86400
+    admitted(quotas.admit(alice, need(1, left - 1)))
+    assert refused(quotas.admit(alice, need(1, 1))).retry_after_seconds == 86400
 
 
 def test_an_answer_that_outgrows_its_estimate_over_midnight_is_paid_by_the_new_day(quotas, sqlite_database, clock):
