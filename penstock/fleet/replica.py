@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from urllib.parse import urlsplit
 
-import msgspec
-
 from penstock.fleet.adapters.interface import Load, ReplicaAdapter, ServedModel
 from penstock.fleet.adapters.registry import ADAPTERS
 from penstock.fleet.breaker import Breaker, Standing, StandingChange
@@ -100,6 +98,10 @@ class Replica:
         """Requests it has: those it told of or, where we sent more since, ours."""
         return max(self.load.num_running + self.load.num_waiting, float(self.num_in_flight))
 
+    def is_same_server(self, entry: ReplicaEntry) -> bool:
+        """Whether an entry for the same place is of a server that is spoken to as this one is."""
+        return (entry.kind, entry.key_file) == (self.entry.kind, self.entry.key_file)
+
     def serves(self, model: str) -> bool:
         return model in self._model_names
 
@@ -122,7 +124,10 @@ class Replica:
 
 
 class ReplicaPool:
-    """All replicas by their place. A replica may be known to several sources, and goes when the last lets go of it."""
+    """All replicas by their place. A replica may be known to several sources, and goes when the last lets go of it.
+
+    What it is, its kind and version for example, is the word of the source that has known it longest.
+    """
 
     def __init__(
         self, health: HealthSection, clock: Clock = time.monotonic, *, default_key_file: str | None = None
@@ -132,7 +137,7 @@ class ReplicaPool:
         self._default_key_file = default_key_file
         self.added = asyncio.Event()  # set when there is a replica that nobody has asked yet
         self._replicas: dict[str, Replica] = {}
-        self._sources: dict[str, set[str]] = {}
+        self._sources: dict[str, list[str]] = {}  # by place, who has known it longest first
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(list(self._replicas.values()))
@@ -152,24 +157,30 @@ class ReplicaPool:
             self.remove(source, place)
 
     def add(self, source: str, entry: ReplicaEntry) -> Replica:
+        """Take a replica in, or what its source says of it now; return it."""
         place = place_of(entry.url)
+        sources = self._sources.setdefault(place, [])
+        if source not in sources:
+            sources.append(source)
         replica = self._replicas.get(place)
-        if replica is None:
+        if replica is not None and sources[0] != source:
+            return replica
+        if replica is None or not replica.is_same_server(entry):
+            if replica is not None:
+                replica.is_leaving = True
             replica = self._replicas[place] = Replica(entry, self.health, self.clock, self._default_key_file)
             self.added.set()
-        elif replica.version != entry.version:
-            replica.entry = msgspec.structs.replace(replica.entry, version=entry.version)
-        replica.is_leaving = False
-        self._sources.setdefault(place, set()).add(source)
+        else:
+            replica.entry = entry
         return replica
 
     def remove(self, source: str, url: str) -> bool:
         """Let go of a replica; return whether the source knew it. Requests that it has go on."""
         place = place_of(url)
-        sources = self._sources.get(place, set())
+        sources = self._sources.get(place, [])
         if source not in sources:
             return False
-        sources.discard(source)
+        sources.remove(source)
         if not sources:
             self._replicas.pop(place).is_leaving = True
             del self._sources[place]
