@@ -4,13 +4,15 @@ A replica joins the pool when it says that it is ready. One that is to go is sen
 from this gateway, and is then told to end, at which it drains whatever others sent it; signals that an operator sends
 to all processes are the gateway's to act upon. None outlives the gateway, whatever ends that (`penstock.leash`). Where
 one ends before it was ever ready, the next are started one at a time until one is; each after a longer pause, until one
-has been ready for a while. Where one is ready but of no use here, no other is added. Knows nothing of how many there
-should be.
+has been ready for a while. One that was ready and has not answered for long is killed, and replaced as one that died.
+Where one is ready but of no use here, no other is added. Knows nothing of how many there should be.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Collection
@@ -34,6 +36,7 @@ _READY_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _FIRST_PAUSE_SECONDS = 1.0  # after a start that failed; doubled with each that follows
 _MAX_PAUSE_SECONDS = 60.0
 _STABLE_SECONDS = 60.0  # that one must have been ready, or its end counts as a failed start
+_LOST_SECONDS = 60.0  # that one may be ejected before it is taken to hang
 _SHOWN_LINES = 5  # of what a process said last
 
 log = logging.getLogger("penstock.autoscaler")
@@ -56,6 +59,11 @@ class _Child:
 
     def was_stable(self, now: float) -> bool:
         return self.ready_at is not None and now - self.ready_at >= _STABLE_SECONDS
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it runs and has not answered for so long that it never will."""
+        return self.replica is not None and self.replica.breaker.seconds_ejected >= _LOST_SECONDS
 
     def is_proof(self, failed_at: float, now: float) -> bool:
         """Whether it shows that what failed then is over: it came later, and stayed."""
@@ -174,6 +182,9 @@ class LocalProcesses(ScaleBackend):
         now = self._pool.clock()
         if any(child.is_proof(self._failed_at, now) for child in self._children):
             self._num_pauses = 0
+        for child in self._children:
+            if child.is_lost and child.process.returncode is None:
+                await self._kill(child)
         ended = [child for child in self._children if child.process.returncode is not None]
         failed = [child for child in ended if not child.was_stable(now)]
         for child in ended:
@@ -197,6 +208,15 @@ class LocalProcesses(ScaleBackend):
         if failed:
             self._pause(now)
         self.trouble = self._failed_start or self._useless()
+
+    @staticmethod
+    async def _kill(child: _Child) -> None:
+        """End a process that hangs: nobody else would, and it counts as one that there is."""
+        message = f"a replica has not answered for {_LOST_SECONDS:g} s and is killed"
+        log_event(log, message, level=logging.ERROR, replica=child.url, pid=child.process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.process.pid, signal.SIGKILL)  # the leash and all that it holds
+        await child.process.wait()
 
     def _useless(self) -> Trouble | None:
         """Why a server that was started and is ready serves no request for the model, where there is one."""
