@@ -60,8 +60,11 @@ RECORD = web.RequestKey("record", RequestRecord)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _QUIET_ROUTES = frozenset({"/live", "/ready", "/metrics"})
 _ADMIN_PREFIX = "/admin/"
-# Found by their name, before any pattern is tried.
-_COMMON_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
+# What a model answers. Servers have more below /v1, and some of it is no caller's: vLLM's loads adapters from any folder.
+_MODEL_ROUTES = (
+    "chat/completions", "completions", "responses", "messages", "messages/count_tokens", "embeddings", "rerank",
+    "reranking", "score", "classify", "moderations", "tokenize", "detokenize", "audio/speech", "images/generations",
+)  # fmt: skip
 _GONE_STATUS = 499  # for logs and metrics only
 _SESSION_HEADER = "x-session-id"
 _VERSION_HEADER = "x-penstock-version"
@@ -98,8 +101,8 @@ def create_app(context: GatewayContext) -> web.Application:
     routes = _Routes(context)
     for method in ("GET", "POST", "DELETE"):
         _add_route(app, method, PATTERN, routes.files)
-    for path in (*_COMMON_PATHS, "/v1/{path:[A-Za-z0-9_/-]+}"):
-        _add_route(app, "POST", path, routes.forward)
+    for path in _MODEL_ROUTES:
+        _add_route(app, "POST", f"/v1/{path}", routes.forward)
     app.router.add_get("/v1/models", routes.list_models)
     app.router.add_get("/v1/models/{model:.+}", routes.show_model)
     app.router.add_get("/live", routes.live)

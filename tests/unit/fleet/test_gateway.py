@@ -753,6 +753,15 @@ async def test_no_path_leads_past_the_api():
         assert not one.received
 
 
+async def test_what_servers_have_for_operators_is_not_for_callers():
+    async with FakeReplica().running() as one, running_gateway(one) as running:
+        for path in ("load_lora_adapter", "unload_lora_adapter", "internal/model/load", "completions/", "/completions"):
+            response = await running.client.post(f"{running.url}/v1/{path}", json={"model": "tiny", "prompt": "a"})
+            assert (response.status, (await response.json())["error"]["code"]) == (404, "route_not_found"), path
+        assert not one.received
+        assert (await running.client.post(f"{running.url}/v1/rerank", json={"model": "tiny"})).status == 200
+
+
 async def test_the_metrics_are_those_of_the_document():
     async with FakeReplica().running() as one, running_gateway(one) as running:
         await running.ask()
