@@ -31,7 +31,9 @@ def start(
     candidate: Annotated[str, typer.Argument(metavar="VERSION", help="The new version, as its replicas are labelled")],
     fleet: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The gateway's TOML file, for steps, limits and what is stable", show_default=False),
+        typer.Option(
+            metavar="FILE", help="The gateway's TOML file, for steps, limits and what is stable", show_default=False
+        ),
     ] = None,
 ) -> int:
     """Begin a rollout: gateways then send it copies, then more and more requests, or roll it back."""

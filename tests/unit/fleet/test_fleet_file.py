@@ -82,6 +82,12 @@ def test_a_file_and_the_command_line_add_up(tmp_path):
         ("autoscaler.m = {backend = {kind = 'external'}, warm_replicas = -1}", "warm_replicas"),
         ("autoscaler.m = {backend = {kind = 'external'}, target_utilization = 2.0}", "target_utilization"),
         ("autoscaler.m = {backend = {kind = 'external'}, interval_seconds = 0.0}", "interval_seconds"),
+        ("autoscaler.m = {backend = {kind = 'external'}, interval_seconds = nan}", "interval_seconds"),
+        ("autoscaler.m = {backend = {kind = 'external'}, idle_seconds = inf}", "86400 seconds"),
+        ("aliases = {a = 'm'}\nmodels.a.policy = 'kv-aware'", "name the model, 'm'"),
+        ("aliases = {a = 'm'}\nrollouts.a = {}", "name the model, 'm'"),
+        ("rollouts.m.stable = 'v 1'", "letters, digits"),
+        ("rollouts.m.tenants = {alice = ''}", "letters, digits"),
         (
             "replicas = [{url = 'http://a'}, {url = 'http://a'}]",
             r"replicas\[1\].url: .* replicas\[0\].url is",
