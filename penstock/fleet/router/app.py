@@ -60,7 +60,7 @@ RECORD = web.RequestKey("record", RequestRecord)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _QUIET_ROUTES = frozenset({"/live", "/ready", "/metrics"})
 _ADMIN_PREFIX = "/admin/"
-# What a model answers. Servers have more below /v1, and some of it is no caller's: vLLM's loads adapters from any folder.
+# What a model answers. Servers have more below /v1, and some of it is no caller's: vLLM loads adapters from any folder.
 _MODEL_ROUTES = (
     "chat/completions", "completions", "responses", "messages", "messages/count_tokens", "embeddings", "rerank",
     "reranking", "score", "classify", "moderations", "tokenize", "detokenize", "audio/speech", "images/generations",
