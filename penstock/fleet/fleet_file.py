@@ -115,6 +115,9 @@ def _check_discovery(discovery: DiscoverySection) -> None:
     _check_sources("dns", [f"{section.name}:{section.port}" for section in discovery.dns])
     services = [f"{section.namespace or ''}/{section.service}:{section.port}" for section in discovery.kubernetes]
     _check_sources("kubernetes", services)
+    _check_sources("ray", [f"{section.address}/{section.application}" for section in discovery.ray])
+    for number, cluster in enumerate(discovery.ray):
+        _check_version(f"{_OPTION} discovery.ray[{number}].version", cluster.version)
     for number, section in enumerate(discovery.dns):
         if not _is_host(section.name):
             option = f"{_OPTION} discovery.dns[{number}].name"

@@ -104,6 +104,8 @@ def test_a_file_and_the_command_line_add_up(tmp_path):
             "discovery.kubernetes = [{service = 'x', port = 1}, {service = 'x', port = 1, kind = 'vllm'}]",
             r"discovery.kubernetes\[1\]: '/x:1' .* once",
         ),
+        ("discovery.ray = [{}, {version = 'b'}]", r"discovery.ray\[1\]: 'auto/penstock' .* once"),
+        ("discovery.ray = [{version = 'a b'}]", r"discovery.ray\[0\].version: 'a b'"),
         ("aliases = { a = 'b', b = 'c' }", "aliases.a: 'b' .* alias itself: give the name that replicas use"),
         ("aliases = { a = 'a' }", "aliases.a: 'a' .* alias itself"),
         ("[[", "TOML"),
