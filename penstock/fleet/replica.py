@@ -50,6 +50,7 @@ class Replica:
         self.is_counted_here = not self.adapter.counts_usage
         self._models: tuple[ServedModel, ...] = ()
         self._model_names: frozenset[str] = frozenset()
+        self.denies_models = False  # it did not know a model that it was thought to serve: ask it again
         self.load = Load()
         self.load_at: float | None = None  # when that was so
         self.blocks: CachedBlocks | None = None  # that it says it has cached; None where it does not tell
@@ -66,6 +67,7 @@ class Replica:
     @models.setter
     def models(self, models: tuple[ServedModel, ...]) -> None:
         self._models = models
+        self.denies_models = False
         self._model_names = frozenset(model.name for model in models)
 
     @property

@@ -130,7 +130,8 @@ class HealthMonitor:
         self._introductions.take(replica, answer.identity)
         count = self._num_probes.get(replica.url, 0)
         # One that was away may have come back with others.
-        lack = await self._read_models(replica) if count % _MODELS_EVERY == 0 or not replica.is_up else None
+        is_due = count % _MODELS_EVERY == 0 or not replica.is_up or replica.denies_models
+        lack = await self._read_models(replica) if is_due else None
         self._num_probes[replica.url] = count + 1
         return None if replica.models else lack or "it tells no models"
 

@@ -753,6 +753,20 @@ async def test_no_path_leads_past_the_api():
         assert not one.received
 
 
+async def test_a_replica_that_does_not_know_its_model_any_more_is_asked_again_with_the_next_probe():
+    async def forget(replica, request, body):
+        return web.json_response({"error": {"message": "no such model", "code": 404}}, status=404)
+
+    config = msgspec.structs.replace(QUICK, health=msgspec.structs.replace(QUICK.health, probe_seconds=60.0))
+    async with FakeReplica().running() as one, running_gateway(one, config=config) as running:
+        await running.gateway.monitor.probe_all()
+        one.models, one.answer = ("other",), forget
+        await running.gateway.monitor.probe_all()
+        assert (await running.ask()).status == 404  # nobody could know
+        await running.gateway.monitor.probe_all()
+        assert sorted(running.gateway.pool.models()) == ["other"]
+
+
 async def test_what_servers_have_for_operators_is_not_for_callers():
     async with FakeReplica().running() as one, running_gateway(one) as running:
         for path in ("load_lora_adapter", "unload_lora_adapter", "internal/model/load", "completions/", "/completions"):
