@@ -9,13 +9,14 @@ import random
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from penstock.errors import (
+    EngineUnavailable,
     MethodNotAllowed,
     NotPermitted,
     NotReady,
@@ -42,6 +43,7 @@ from penstock.fleet.router.downstream import BEGUN, ClientGone, Downstream
 from penstock.fleet.router.file_proxy import PATTERN, FileProxy
 from penstock.fleet.router.health import HealthMonitor
 from penstock.fleet.router.metrics import GatewayMetrics
+from penstock.fleet.router.open_requests import OpenRequests
 from penstock.fleet.router.proxy import Proxy
 from penstock.fleet.router.query import RouteQuery, read_head
 from penstock.fleet.router.urgency import urgency_of
@@ -66,6 +68,7 @@ _MODEL_ROUTES = (
     "reranking", "score", "classify", "moderations", "tokenize", "detokenize", "audio/speech", "images/generations",
 )  # fmt: skip
 _GONE_STATUS = 499  # for logs and metrics only
+_LAST_SECONDS = 1.0  # to tell a caller whose answer does not end within the drain
 _SESSION_HEADER = "x-session-id"
 _VERSION_HEADER = "x-penstock-version"
 
@@ -93,6 +96,8 @@ class GatewayContext:
     max_body_bytes: int
     meter: Meter | None = None  # None: the gateway counts nothing itself
     draining: bool = False
+    drain_seconds: float = 30.0
+    open_requests: OpenRequests = field(default_factory=OpenRequests)
 
 
 def create_app(context: GatewayContext) -> web.Application:
@@ -147,7 +152,11 @@ def _bare_app(context: GatewayContext) -> web.Application:
         response.headers.pop("Server", None)  # versions are nobody's business
         response.headers[IDENTITY_HEADER] = identity  # or another gateway could take this one for a server
 
+    async def drain(app: web.Application) -> None:
+        await context.open_requests.drain(context.drain_seconds, _LAST_SECONDS)
+
     app.on_response_prepare.append(sign)
+    app.on_shutdown.append(drain)  # which comes before the framework's own wait
     return app
 
 
@@ -283,7 +292,8 @@ def _front_door(context: GatewayContext) -> Middleware:
         record = _open_record(request)
         request[RECORD] = record
         try:
-            response = await _whole(request, await _answered(request, handler))
+            with context.open_requests.entered():
+                response = await _answered_while_open(request, handler, context.open_requests)
             record.status = response.status
             if not (response.prepared or request.content.is_eof()):
                 response.force_close()  # the rest of the request would stand before the next
@@ -304,6 +314,17 @@ def _front_door(context: GatewayContext) -> Middleware:
                 log_request(record)
 
     return front_door
+
+
+async def _answered_while_open(request: web.Request, handler: Handler, requests: OpenRequests) -> web.StreamResponse:
+    """Run a handler; a caller whose answer the drain has cut short is told so."""
+    try:
+        return await _whole(request, await _answered(request, handler))
+    except asyncio.CancelledError:
+        if not requests.is_over:
+            raise
+        ended = _error(request, EngineUnavailable("the gateway was ended before the answer was; send it again"))
+        return await _whole(request, ended)
 
 
 async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -767,6 +767,30 @@ async def test_a_replica_that_does_not_know_its_model_any_more_is_asked_again_wi
         assert sorted(running.gateway.pool.models()) == ["other"]
 
 
+@pytest.mark.parametrize("streams", [True, False])
+async def test_who_is_not_answered_within_the_drain_is_told_so(streams):
+    async def never_end(replica, request, body):
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        if streams:
+            await response.prepare(request)
+            await response.write(b'data: {"a": 1}\n\n')
+        await asyncio.sleep(60)
+        return response
+
+    async with FakeReplica(answer=never_end).running() as one, running_gateway(one) as running:
+        body = {"model": "tiny", "prompt": "hi", "stream": streams}
+        asked = asyncio.create_task(running.client.post(f"{running.url}/v1/completions", json=body))
+        await until(lambda: one.received)
+        if streams:
+            await (await asked).content.readline()
+        stopping = asyncio.create_task(running.gateway.stop())
+        answer = await asked
+        text = await answer.text()
+        assert answer.status == (200 if streams else 503)
+        assert "the gateway was ended before the answer was" in text and "[DONE]" not in text
+        await stopping
+
+
 async def test_what_servers_have_for_operators_is_not_for_callers():
     async with FakeReplica().running() as one, running_gateway(one) as running:
         for path in ("load_lora_adapter", "unload_lora_adapter", "internal/model/load", "completions/", "/completions"):
