@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -49,7 +50,7 @@ class _Ends:
 
 
 class _Sampling(msgspec.Struct):
-    temperature: float | None = None
+    temperature: Any = None  # foreign servers take texts too
 
 
 @dataclass(frozen=True, slots=True)

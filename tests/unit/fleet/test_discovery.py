@@ -211,6 +211,11 @@ def test_a_server_is_one_replica_however_its_url_is_written(url):
     assert registration.leave(known) and len(pool) == 1
 
 
+def test_servers_behind_one_proxy_have_names_of_their_own(pool):
+    names = [pool.add("file", ReplicaEntry(url=f"http://proxy/{path}/")).name for path in ("a", "b")]
+    assert names == ["proxy/a", "proxy/b"]  # or metrics would have each series twice
+
+
 async def test_ready_endpoints_of_a_service_are_replicas(cluster):
     discovery, seen = cluster
     found = await discovery().find()
