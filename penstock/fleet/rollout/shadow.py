@@ -72,7 +72,7 @@ class ShadowCopy:
         """Whether equal models give equal answers: they are greedy, or both drawn with one seed."""
         if stable.token_ids is not None and shadow.token_ids is not None:
             return True
-        return msgspec.json.decode(self.body, type=_Sampling).temperature == 0
+        return bool(msgspec.json.decode(self.body, type=_Sampling).temperature == 0)
 
     def asking_for_logprobs(self) -> "ShadowCopy":
         """Return a copy that asks for the beginning of a greedy answer, and what its model thinks of each token."""

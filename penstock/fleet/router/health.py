@@ -19,6 +19,7 @@ from penstock.fleet.replica import Replica, ReplicaPool
 from penstock.fleet.router.upstream import (
     UPSTREAM_ERRORS,
     error_code,
+    is_unheard,
     note_failure,
     own_headers,
     read_beginning,
@@ -49,11 +50,16 @@ class HealthMonitor:
         session: aiohttp.ClientSession,
         on_probe: Callable[[], None],
         introductions: Introductions | None = None,
+        on_unheard: Callable[[str, float], None] = lambda url, seconds: None,
     ) -> None:
-        """`on_probe` is called behind each probe: somebody may be served now."""
+        """`on_probe` is called behind each probe: somebody may be served now.
+
+        `on_unheard` is told of an ejected replica, which probes do not hear, and for how long they have not at least.
+        """
         self._pool = pool
         self._session = session
         self._on_probe = on_probe
+        self._on_unheard = on_unheard
         self._introductions = introductions if introductions is not None else Introductions()
         self._timeout = aiohttp.ClientTimeout(total=pool.health.probe_timeout_seconds)
         self._num_probes: dict[str, int] = {}
@@ -110,6 +116,10 @@ class HealthMonitor:
             answer = await self._ask(replica, replica.adapter.ready_path)
         except UPSTREAM_ERRORS as error:
             note_failure(replica, error)
+            # Its streams can move; those of others could only be cut, and perhaps it is no more than busy.
+            if is_unheard(error) and replica.breaker.seconds_until_try is not None and replica.adapter.can_frame:
+                health = self._pool.health
+                self._on_unheard(replica.url, health.failures_to_eject * health.probe_timeout_seconds)
             return
         lack = await self._lack(replica, answer)
         if lack is None:

@@ -767,6 +767,41 @@ async def test_a_replica_that_does_not_know_its_model_any_more_is_asked_again_wi
         assert sorted(running.gateway.pool.models()) == ["other"]
 
 
+class HangingReplica(FakeReplica):
+    """As a machine that is gone, it sends nothing any more once it was asked for something; nor does it hang up."""
+
+    async def _ready(self, request):
+        if self.received:
+            await asyncio.sleep(60)
+        return await super()._ready(request)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_what_a_replica_of_which_nothing_is_heard_had_goes_on_elsewhere(streams):
+    async def begin(replica, request, body):
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", FRAMES_HEADER: "lease-1"})
+        if streams:
+            await response.prepare(request)
+            await response.write(frame(chunk("one "), ChoiceTokens(0, [0])))
+        await asyncio.sleep(60)
+        return response
+
+    health = msgspec.structs.replace(QUICK.health, probe_timeout_seconds=0.05)
+    config = msgspec.structs.replace(QUICK, health=health)
+    good = FakeReplica(answer=framed("one ", "two")) if streams else FakeReplica()
+    async with (
+        HangingReplica(answer=begin).running() as lost,
+        good.running(),
+        running_gateway(lost, good, config=config) as running,
+    ):
+        running.gateway.pool.find(good.url).num_in_flight = 9  # so that the other gets it
+        answered = await running.ask(stream=streams)
+        assert answered.status == 200 and len(lost.received) == len(good.received) == 1
+        if streams:
+            events = events_in(await answered.read())
+            assert (text_of(events), events[-1]) == ("one two", "[DONE]")
+
+
 @pytest.mark.parametrize("streams", [True, False])
 async def test_who_is_not_answered_within_the_drain_is_told_so(streams):
     async def never_end(replica, request, body):
