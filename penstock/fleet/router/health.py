@@ -12,6 +12,7 @@ from typing import NamedTuple
 import aiohttp
 from yarl import URL
 
+from penstock.errors import EngineStalled
 from penstock.fleet.adapters.registry import ADAPTERS
 from penstock.fleet.config import ReplicaEntry
 from penstock.fleet.introduction import Introductions
@@ -54,7 +55,8 @@ class HealthMonitor:
     ) -> None:
         """`on_probe` is called behind each probe: somebody may be served now.
 
-        `on_unheard` is told of an ejected replica, which probes do not hear, and for how long they have not at least.
+        `on_unheard` is told of a replica that probes do not hear, or whose engine stands still, and how long an answer
+        must have been silent to be given up for that.
         """
         self._pool = pool
         self._session = session
@@ -116,16 +118,23 @@ class HealthMonitor:
             answer = await self._ask(replica, replica.adapter.ready_path)
         except UPSTREAM_ERRORS as error:
             note_failure(replica, error)
-            # Its streams can move; those of others could only be cut, and perhaps it is no more than busy.
-            if is_unheard(error) and replica.breaker.seconds_until_try is not None and replica.adapter.can_frame:
-                health = self._pool.health
-                self._on_unheard(replica.url, health.failures_to_eject * health.probe_timeout_seconds)
+            if is_unheard(error) and replica.breaker.seconds_until_try is not None:
+                self._give_up_silent(replica)
             return
         lack = await self._lack(replica, answer)
+        if error_code(answer.body) == EngineStalled.code:
+            self._give_up_silent(replica)
         if lack is None:
             await self._read_load(replica)
         is_idle = replica.num_in_flight == 0
         replica.breaker.on_probe(lack is None, lack or "", is_idle=is_idle, is_needed=is_needed)
+
+    def _give_up_silent(self, replica: Replica) -> None:
+        """Say that nothing will come of what a replica has and is silent about."""
+        # Streams of ours can move; those of others could only be cut, and perhaps they are no more than busy.
+        if replica.adapter.can_frame:
+            health = self._pool.health
+            self._on_unheard(replica.url, health.failures_to_eject * health.probe_timeout_seconds)
 
     async def _lack(self, replica: Replica, answer: _Answer) -> str | None:
         """Return why a replica that answers so is not ready."""

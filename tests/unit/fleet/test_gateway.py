@@ -776,8 +776,18 @@ class HangingReplica(FakeReplica):
         return await super()._ready(request)
 
 
+class StalledReplica(FakeReplica):
+    """Its engine stands still once it was asked for something."""
+
+    async def _ready(self, request):
+        if self.received:
+            return web.json_response({"error": {"code": "engine_stalled"}}, status=503)
+        return await super()._ready(request)
+
+
 @pytest.mark.parametrize("streams", [True, False])
-async def test_what_a_replica_of_which_nothing_is_heard_had_goes_on_elsewhere(streams):
+@pytest.mark.parametrize("kind", [HangingReplica, StalledReplica])
+async def test_what_a_replica_of_which_nothing_is_heard_had_goes_on_elsewhere(kind, streams):
     async def begin(replica, request, body):
         response = web.StreamResponse(headers={"content-type": "text/event-stream", FRAMES_HEADER: "lease-1"})
         if streams:
@@ -790,7 +800,7 @@ async def test_what_a_replica_of_which_nothing_is_heard_had_goes_on_elsewhere(st
     config = msgspec.structs.replace(QUICK, health=health)
     good = FakeReplica(answer=framed("one ", "two")) if streams else FakeReplica()
     async with (
-        HangingReplica(answer=begin).running() as lost,
+        kind(answer=begin).running() as lost,
         good.running(),
         running_gateway(lost, good, config=config) as running,
     ):
