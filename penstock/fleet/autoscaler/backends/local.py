@@ -32,6 +32,7 @@ from penstock.telemetry import log_event
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.05
+_LOOK_SECONDS = 1.0  # between looks at one that drains
 _READY_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _FIRST_PAUSE_SECONDS = 1.0  # after a start that failed; doubled with each that follows
 _MAX_PAUSE_SECONDS = 60.0
@@ -251,10 +252,32 @@ class LocalProcesses(ScaleBackend):
             await asyncio.sleep(_POLL_SECONDS)
         if child.process.returncode is None:
             child.process.send_signal(OWNERS_SIGNAL)
-        await child.process.wait()
+        await self._await_end(child)
         await child.last_words.end()
         self._forget(child)
         log_event(log, "replica drained and ended", replica=child.url)
+
+    async def _await_end(self, child: _Child) -> None:
+        """Wait for a process that was told to end, for as long as it drains; one that answers nothing hangs."""
+        heard_at = self._pool.clock()
+        while child.process.returncode is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await child.process.wait()
+            if child.process.returncode is None and await self._is_heard(child):
+                heard_at = self._pool.clock()
+            elif child.process.returncode is None and self._pool.clock() - heard_at >= _LOST_SECONDS:
+                await self._kill(child)
+
+    async def _is_heard(self, child: _Child) -> bool:
+        """Whether it says anything, be it that it takes no connections any more."""
+        try:
+            async with self._session.get(f"{child.url}/live", timeout=_READY_TIMEOUT):
+                return True
+        except TimeoutError:
+            return False
+        except (aiohttp.ClientError, OSError):
+            return True
 
     def _forget(self, child: _Child) -> None:
         self._pool.remove(self._source, child.url)

@@ -291,6 +291,21 @@ async def test_a_process_that_hangs_is_killed_and_replaced(processes, context):
     await until(lambda: [item.url for item in context.pool] not in ([], [replica.url]))
 
 
+async def test_a_process_that_hangs_when_it_is_to_end_is_killed(processes, context, monkeypatch):
+    monkeypatch.setattr(local, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(local, "_READY_TIMEOUT", aiohttp.ClientTimeout(total=0.05))
+    clock = context.pool.clock = FakeClock()
+    backend = processes()
+    await scaled(backend, context, 1)
+    (child,) = backend._children
+    child.process.send_signal(signal.SIGSTOP)
+    await backend.scale_to(0)
+    await asyncio.sleep(0.2)
+    assert child.process.returncode is None
+    clock.now += 60.0
+    await until(lambda: child.process.returncode == -signal.SIGKILL)
+
+
 @pytest.fixture
 def failing(monkeypatch, context):
     """Have processes started that end at once, while a fake clock says what time it is."""
