@@ -57,6 +57,7 @@ class _Child:
     last_words: LastWords
     replica: Replica | None = None  # None until it is ready
     ready_at: float | None = None  # on the pool's clock
+    was_killed: bool = False  # by us, because it hung
 
     def was_stable(self, now: float) -> bool:
         return self.ready_at is not None and now - self.ready_at >= _STABLE_SECONDS
@@ -195,7 +196,7 @@ class LocalProcesses(ScaleBackend):
             lines, status = child.last_words.lines(_SHOWN_LINES), child.process.returncode
             log_event(
                 log,
-                f"replica ended by itself with status {status}",
+                f"replica ended {'' if child.was_killed else 'by itself '}with status {status}",
                 level=logging.ERROR,
                 replica=child.url,
                 was_ready=child.replica is not None,
@@ -215,6 +216,7 @@ class LocalProcesses(ScaleBackend):
         """End a process that hangs: nobody else would, and it counts as one that there is."""
         message = f"a replica has not answered for {_LOST_SECONDS:g} s and is killed"
         log_event(log, message, level=logging.ERROR, replica=child.url, pid=child.process.pid)
+        child.was_killed = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.process.pid, signal.SIGKILL)  # the leash and all that it holds
         await child.process.wait()
