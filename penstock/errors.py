@@ -31,6 +31,7 @@
     ├── DeadlineExceeded     the caller's deadline passed before the answer was complete
     ├── EngineUnavailable    the engine is starting, restarting or gone
     │   └── NotReady             this server should not be sent work now
+    │       └── EngineStalled        nor does it get on with what it has
     ├── StoreUnavailable     the database of keys, limits and usage does not work
     ├── EngineFailed         the engine failed while it worked on this request
     ├── AnswerTooLarge       a replica's answer is more than a gateway reads
@@ -261,6 +262,10 @@ class EngineUnavailable(PenstockError):
 
 class NotReady(EngineUnavailable):
     code = "not_ready"
+
+
+class EngineStalled(NotReady):
+    code = "engine_stalled"
 
 
 class StoreUnavailable(PenstockError):

@@ -31,7 +31,9 @@ def start(
     candidate: Annotated[str, typer.Argument(metavar="VERSION", help="The new version, as its replicas are labelled")],
     fleet: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The gateway's TOML file, for steps and limits", show_default=False),
+        typer.Option(
+            metavar="FILE", help="The gateway's TOML file, for steps, limits and what is stable", show_default=False
+        ),
     ] = None,
 ) -> int:
     """Begin a rollout: gateways then send it copies, then more and more requests, or roll it back."""
@@ -40,7 +42,7 @@ def start(
     from penstock.fleet.rollout.plan import RolloutSection
     from penstock.fleet.rollout.report import write_report
 
-    section = read_fleet(fleet).rollouts.get(model, RolloutSection())
+    section = read_fleet(fleet).rollouts.get(model, RolloutSection()) if fleet is not None else None
     with _book(sourced.options) as book:
         typer.echo(write_report(start_rollout(book, model, candidate, section)), nl=False)
     return 0

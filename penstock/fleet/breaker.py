@@ -60,6 +60,11 @@ class Breaker:
         """How long an ejected replica is left alone yet; None where it is not ejected."""
         return max(0.0, self._until - self._clock()) if self.standing is Standing.EJECTED else None
 
+    @property
+    def seconds_ejected(self) -> float:
+        """How long it has been ejected, whatever was tried meanwhile; 0 where it is not."""
+        return self._clock() - self._since if self.standing is Standing.EJECTED else 0.0
+
     def admits(self, num_in_flight: int) -> bool:
         """Whether it may be sent a request now."""
         return self.standing is Standing.READY or (self.standing is Standing.TRIAL and num_in_flight == 0)

@@ -54,6 +54,7 @@ class RaySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     address: str = "auto"  # the cluster's; auto: the one in RAY_ADDRESS, or on this machine
     application: str = "penstock"
+    version: str = DEFAULT_VERSION
     key_file: str | None = None  # as a replica's
     refresh_seconds: Seconds = 1.0
 

@@ -6,7 +6,7 @@ Knows nothing of how any of it is done.
 import ipaddress
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -29,6 +29,7 @@ _HOST_LABEL = re.compile(r"[0-9A-Za-z_-]{1,63}")
 _HOST_RULE = "parts of 1 to 63 letters, digits, '-' or '_' with single dots between them, 253 characters at most"
 _MAX_HOST_CHARACTERS = 253
 _MAX_PORT = 65535
+_DAY_SECONDS = 86400.0
 
 
 def read_fleet(file: Path | None, urls: Sequence[str] = (), policy: str | None = None) -> FleetConfig:
@@ -40,7 +41,7 @@ def read_fleet(file: Path | None, urls: Sequence[str] = (), policy: str | None =
     for entry in named:
         _check_url("--replica", entry.url)
     _check_different(config.replicas, named)
-    _check_aliases(config.aliases)
+    _check_aliases(config)
     _check_policy(f"{_OPTION} policy", config.policy)
     for model, section in config.models.items():
         _check_policy(f"{_OPTION} models.{model}.policy", section.policy)
@@ -114,6 +115,9 @@ def _check_discovery(discovery: DiscoverySection) -> None:
     _check_sources("dns", [f"{section.name}:{section.port}" for section in discovery.dns])
     services = [f"{section.namespace or ''}/{section.service}:{section.port}" for section in discovery.kubernetes]
     _check_sources("kubernetes", services)
+    _check_sources("ray", [f"{section.address}/{section.application}" for section in discovery.ray])
+    for number, cluster in enumerate(discovery.ray):
+        _check_version(f"{_OPTION} discovery.ray[{number}].version", cluster.version)
     for number, section in enumerate(discovery.dns):
         if not _is_host(section.name):
             option = f"{_OPTION} discovery.dns[{number}].name"
@@ -147,8 +151,11 @@ def _check_autoscaler(where: str, section: AutoscalerSection) -> None:
     if not (0.0 < section.target_utilization <= 1.0 and 0.0 < section.attainment <= 1.0):
         raise ConfigError(_OPTION, where, "target_utilization and attainment must be parts: over 0, and at most 1")
     times = (section.scale_down_seconds, section.idle_seconds, section.start_seconds)
-    if section.interval_seconds <= 0.0 or any(seconds < 0.0 for seconds in times):
-        raise ConfigError(_OPTION, where, "times in seconds must not be negative, and interval_seconds over 0")
+    if not (
+        0.0 < section.interval_seconds <= _DAY_SECONDS and all(0.0 <= seconds <= _DAY_SECONDS for seconds in times)
+    ):
+        right = "times must be 0 to 86400 seconds, and interval_seconds over 0"
+        raise ConfigError(_OPTION, where, right)
 
 
 def _check_url(option: str, url: str) -> None:
@@ -193,7 +200,13 @@ def _check_different(listed: Sequence[ReplicaEntry], named: Sequence[ReplicaEntr
         seen[place] = option
 
 
-def _check_aliases(aliases: Mapping[str, str]) -> None:
+def _check_aliases(config: FleetConfig) -> None:
+    aliases = config.aliases
+    for section in ("models", "rollouts", "autoscaler"):
+        for name in getattr(config, section):
+            if name in aliases:
+                right = f"this is an alias, and nothing would come of it: name the model, {aliases[name]!r}"
+                raise ConfigError(f"{_OPTION} {section}", name[:200], right)
     for alias, model in aliases.items():
         if model in aliases:
             right = "this is an alias itself: give the name that replicas use"

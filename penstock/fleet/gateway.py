@@ -48,6 +48,7 @@ from penstock.store.key_ring import KeyRing
 from penstock.telemetry import log_event
 
 _STATIC = "static"
+_CLOSE_SECONDS = 0.5  # for connections to end, once nothing is answered any more
 
 log = logging.getLogger("penstock.gateway")
 
@@ -93,7 +94,9 @@ class Gateway:
         book = rollout_book if rollout_book is not None else RolloutMemory()
         self.rollouts = Rollouts(split, self.pool, self._session, book, metrics.count_shadow)
         self.registration = Registration(self.pool, config.discovery.lease_seconds)
-        self.monitor = HealthMonitor(self.pool, self._session, dispatcher.call_waiting, introductions)
+        self.monitor = HealthMonitor(
+            self.pool, self._session, dispatcher.call_waiting, introductions, self._client.give_up_silent
+        )
         connections = Connections(Crowd(limits, metrics.count_cut))
         self.context = GatewayContext(
             config=config,
@@ -132,10 +135,11 @@ class Gateway:
             self._run(f"the autoscaler of {autoscaler.model}", autoscaler.run)
         if any(POLICIES.load(name).uses_blocks for name in self._config.policies):
             self._run("the listener to block events", BlockListener(self.pool, self._session).run)
-        await self._listen(create_app(self.context), listener, drain_seconds)
+        self.context.drain_seconds = drain_seconds
+        await self._listen(create_app(self.context), listener)
         if admin is not None:
             app = create_admin_app(self.context, needs_key=admin.family != socket.AF_UNIX)
-            await self._listen(app, admin, drain_seconds)
+            await self._listen(app, admin)
 
     async def stop(self) -> None:
         """Take no new requests, let open ones finish for as long as the drain may take, and let go of everything."""
@@ -183,11 +187,11 @@ class Gateway:
     def _run(self, name: str, begin: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._tasks.append(asyncio.create_task(keep_running(name, begin)))
 
-    async def _listen(self, app: web.Application, listener: socket.socket, drain_seconds: float) -> None:
+    async def _listen(self, app: web.Application, listener: socket.socket) -> None:
         runner = web.AppRunner(
             app,
             handler_cancellation=True,  # a caller who leaves frees the replica at once
-            shutdown_timeout=drain_seconds,
+            shutdown_timeout=_CLOSE_SECONDS,  # the app's own drain comes before it
         )
         await runner.setup()
         self._runners.append(runner)

@@ -8,9 +8,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from urllib.parse import urlsplit
-
-import msgspec
 
 from penstock.fleet.adapters.interface import Load, ReplicaAdapter, ServedModel
 from penstock.fleet.adapters.registry import ADAPTERS
@@ -41,7 +38,7 @@ class Replica:
     ) -> None:
         self.entry = entry
         self.url = entry.url.rstrip("/")
-        self.name = urlsplit(self.url).netloc  # in headers, logs and metrics
+        self.name = self.url.partition("://")[2]  # in headers, logs and metrics; no other has it
         self.adapter: ReplicaAdapter = ADAPTERS.load(entry.kind)
         # A key that opens our servers is never sent to others.
         self.key_file = entry.key_file or (default_key_file if self.adapter.counts_usage else None)
@@ -52,6 +49,7 @@ class Replica:
         self.is_counted_here = not self.adapter.counts_usage
         self._models: tuple[ServedModel, ...] = ()
         self._model_names: frozenset[str] = frozenset()
+        self.denies_models = False  # it did not know a model that it was thought to serve: ask it again
         self.load = Load()
         self.load_at: float | None = None  # when that was so
         self.blocks: CachedBlocks | None = None  # that it says it has cached; None where it does not tell
@@ -68,6 +66,7 @@ class Replica:
     @models.setter
     def models(self, models: tuple[ServedModel, ...]) -> None:
         self._models = models
+        self.denies_models = False
         self._model_names = frozenset(model.name for model in models)
 
     @property
@@ -100,6 +99,10 @@ class Replica:
         """Requests it has: those it told of or, where we sent more since, ours."""
         return max(self.load.num_running + self.load.num_waiting, float(self.num_in_flight))
 
+    def is_same_server(self, entry: ReplicaEntry) -> bool:
+        """Whether an entry for the same place is of a server that is spoken to as this one is."""
+        return (entry.kind, entry.key_file) == (self.entry.kind, self.entry.key_file)
+
     def serves(self, model: str) -> bool:
         return model in self._model_names
 
@@ -122,7 +125,10 @@ class Replica:
 
 
 class ReplicaPool:
-    """All replicas by their place. A replica may be known to several sources, and goes when the last lets go of it."""
+    """All replicas by their place. A replica may be known to several sources, and goes when the last lets go of it.
+
+    What it is, its kind and version for example, is the word of the source that has known it longest.
+    """
 
     def __init__(
         self, health: HealthSection, clock: Clock = time.monotonic, *, default_key_file: str | None = None
@@ -132,7 +138,7 @@ class ReplicaPool:
         self._default_key_file = default_key_file
         self.added = asyncio.Event()  # set when there is a replica that nobody has asked yet
         self._replicas: dict[str, Replica] = {}
-        self._sources: dict[str, set[str]] = {}
+        self._sources: dict[str, list[str]] = {}  # by place, who has known it longest first
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(list(self._replicas.values()))
@@ -152,24 +158,30 @@ class ReplicaPool:
             self.remove(source, place)
 
     def add(self, source: str, entry: ReplicaEntry) -> Replica:
+        """Take a replica in, or what its source says of it now; return it."""
         place = place_of(entry.url)
+        sources = self._sources.setdefault(place, [])
+        if source not in sources:
+            sources.append(source)
         replica = self._replicas.get(place)
-        if replica is None:
+        if replica is not None and sources[0] != source:
+            return replica
+        if replica is None or not replica.is_same_server(entry):
+            if replica is not None:
+                replica.is_leaving = True
             replica = self._replicas[place] = Replica(entry, self.health, self.clock, self._default_key_file)
             self.added.set()
-        elif replica.version != entry.version:
-            replica.entry = msgspec.structs.replace(replica.entry, version=entry.version)
-        replica.is_leaving = False
-        self._sources.setdefault(place, set()).add(source)
+        else:
+            replica.entry = entry
         return replica
 
     def remove(self, source: str, url: str) -> bool:
         """Let go of a replica; return whether the source knew it. Requests that it has go on."""
         place = place_of(url)
-        sources = self._sources.get(place, set())
+        sources = self._sources.get(place, [])
         if source not in sources:
             return False
-        sources.discard(source)
+        sources.remove(source)
         if not sources:
             self._replicas.pop(place).is_leaving = True
             del self._sources[place]

@@ -3,6 +3,7 @@
 Reads URLs only: whether two names lead to one address it does not know.
 """
 
+import ipaddress
 from urllib.parse import urlsplit
 
 
@@ -13,8 +14,16 @@ def place_of(url: str) -> str:
         port = parts.port or default_port(parts.scheme)
     except ValueError:
         return url
-    host = parts.hostname or ""
-    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}{parts.path.rstrip('/')}"
+    return f"{parts.scheme}://{_host(parts.hostname or '')}:{port}{parts.path.rstrip('/')}"
+
+
+def _host(name: str) -> str:
+    if ":" not in name:
+        return name.removesuffix(".")
+    try:
+        return f"[{ipaddress.IPv6Address(name)}]"
+    except ValueError:
+        return f"[{name}]"
 
 
 def default_port(scheme: str) -> int:

@@ -50,6 +50,7 @@ CATALOGUE: Mapping[str, ErrorKind] = MappingProxyType(
         "answer_too_large": ErrorKind(502, "server_error"),
         "engine_unavailable": ErrorKind(503, "server_error"),
         "not_ready": ErrorKind(503, "server_error"),
+        "engine_stalled": ErrorKind(503, "server_error"),
         "store_unavailable": ErrorKind(503, "server_error"),
         "deadline_exceeded": ErrorKind(504, "timeout_error"),
     }

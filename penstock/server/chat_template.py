@@ -17,7 +17,7 @@ from typing import Any
 from penstock.errors import ConfigError, TemplateFailed
 from penstock.server.claim import Claim
 from penstock.server.template_frames import HEAD_BYTES, MAX_FRAME_BYTES, decode_document, encode_frame, length_in
-from penstock.server.turns import Turns
+from penstock.server.tenant_lines import TenantLines
 
 RENDER_SECONDS = 5.0
 START_SECONDS = 30.0
@@ -78,7 +78,7 @@ class ChatTemplate:
         await self._short.start()
 
     async def render(self, messages: list[dict[str, str]], claim: Claim = _NOBODY) -> str:
-        """Return the prompt's text. Raises TemplateFailed, which says what the template said, or as `Turns.run`."""
+        """Return the prompt's text. Raises TemplateFailed, with the template's words, or as `TenantLines.run`."""
         if not self._knows_developer:
             messages = [_as_system(message) for message in messages]
         size = sum(len(message.get("content", "")) + MESSAGE_CHARACTERS for message in messages)
@@ -91,12 +91,12 @@ class ChatTemplate:
 
 
 class _Renderer:
-    """One process, and the turns at it."""
+    """One process, and the lines before it."""
 
     def __init__(self, setup: dict[str, Any], render_seconds: float) -> None:
         self._setup = setup
         self._render_seconds = render_seconds
-        self._turns = Turns()
+        self._lines = TenantLines()
         self._process: asyncio.subprocess.Process | None = None
         self._invalid: dict[str, Any] | None = None  # what the process said of a template that does not compile
 
@@ -105,10 +105,10 @@ class _Renderer:
             async with self._limits():
                 await self._started()
 
-        await self._turns.run(_NOBODY, 0, started)
+        await self._lines.run(_NOBODY, 0, started)
 
     async def render(self, messages: list[dict[str, str]], size: int, claim: Claim) -> str:
-        answer = await self._turns.run(claim, size, lambda: self._answer(messages, size))
+        answer = await self._lines.run(claim, size, lambda: self._answer(messages, size))
         text = answer.get("text")
         if not isinstance(text, str):
             raise _failure(answer)
@@ -162,7 +162,7 @@ class _Renderer:
             raise
 
     async def close(self) -> None:
-        await self._turns.run(_NOBODY, 0, self._kill)
+        await self._lines.run(_NOBODY, 0, self._kill)
 
     async def _started(self) -> asyncio.subprocess.Process:
         if self._invalid is not None:

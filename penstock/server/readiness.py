@@ -7,7 +7,7 @@ import time
 from typing import Protocol
 
 from penstock.engine.messages import STATS_SECONDS, EngineInfo, EngineStats
-from penstock.errors import NotReady
+from penstock.errors import EngineStalled, NotReady
 from penstock.server.open_answers import OpenAnswers
 
 # The engine speaks between steps, and a step may be long: a large prefill on a slow CPU takes seconds.
@@ -49,16 +49,16 @@ class Readiness:
             raise NotReady("the engine is restarting")
         still = self._engine.pulse_age_seconds
         if still > MAX_STILL_SECONDS:
-            raise NotReady(f"the engine process has stood still for {still:.1f} s")
+            raise EngineStalled(f"the engine process has stood still for {still:.1f} s")
         stats, age = self._engine.stats, self._engine.stats_age_seconds
         busy = bool(stats.num_running or stats.num_waiting or len(self._answers))
         if age > (MAX_STEP_SECONDS if busy else MAX_IDLE_SILENCE_SECONDS):
-            raise NotReady(f"the engine has not been heard from for {age:.1f} s")
+            raise EngineStalled(f"the engine has not been heard from for {age:.1f} s")
         if stats.fault is not None:
             raise NotReady(stats.fault)
         idle = self._seconds_without_step()
         if idle > MAX_STEP_SECONDS:
-            raise NotReady(f"the engine has work but has finished no step for {idle:.1f} s")
+            raise EngineStalled(f"the engine has work but has finished no step for {idle:.1f} s")
 
     def _seconds_without_step(self) -> float:
         """Return how long the engine has been seen with work and without a finished step; 0 when it has none."""

@@ -44,6 +44,7 @@ def test_codes_are_stable() -> None:
         "DeadlineExceeded": "deadline_exceeded",
         "EngineUnavailable": "engine_unavailable",
         "NotReady": "not_ready",
+        "EngineStalled": "engine_stalled",
         "StoreUnavailable": "store_unavailable",
         "EngineFailed": "engine_failed",
         "AnswerTooLarge": "answer_too_large",

@@ -79,8 +79,8 @@ def read_settings(table: Mapping[str, Any], flags: Mapping[str, Any]) -> Setting
 
 def _check(settings: Settings) -> None:
     patterns = {
-        "name": (_NAME, "small letters, digits and dashes, at most 40"),
-        "namespace": (_NAMESPACE, "small letters, digits and dashes, at most 63"),
+        "name": (_NAME, "small letters, digits and dashes, a letter first and no dash last, at most 40"),
+        "namespace": (_NAMESPACE, "small letters, digits and dashes, no dash first or last, at most 63"),
         "image": (_IMAGE, "an image such as registry.example.com/penstock:0.1.0"),
         "gpu_resource": (re.compile(r"[\w.-]+/[\w.-]+"), "a resource such as nvidia.com/gpu"),
         "cpu": (_QUANTITY, "a quantity such as 4 or 500m"),

@@ -13,10 +13,12 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from penstock.fleet.adapters.interface import Load
 from penstock.fleet.config import HealthSection, ReplicaEntry
 from penstock.fleet.replica import Replica, ReplicaPool
+from penstock.fleet.router.policies.interface import Choice
 from penstock.fleet.router.policies.registry import POLICIES
 from penstock.fleet.router.query import RequestHead, RouteQuery
 
 _SOURCE = "ray"
+_MAX_CHOICES = 16_384  # that are remembered until their requests end: some never tell
 
 
 class PolicyRouter(RequestRouter):
@@ -26,6 +28,7 @@ class PolicyRouter(RequestRouter):
         self._policy = POLICIES.load(policy)()
         self._pool = ReplicaPool(HealthSection())
         self._urls: dict[ReplicaID, str] = {}
+        self._choices: dict[str, Choice] = {}  # by request, the oldest first
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -37,7 +40,9 @@ class PolicyRouter(RequestRouter):
         known = [self._described(item) for item in candidate_replicas]
         if not known:
             return []
-        chosen = by_url[self._policy.choose(query_of(pending_request), known).replica.url]
+        choice = self._policy.choose(query_of(pending_request), known)
+        self._remember(pending_request, choice)
+        chosen = by_url[choice.replica.url]
         others = [item for item in candidate_replicas if item is not chosen]
         return [[chosen], others] if others else [[chosen]]
 
@@ -46,6 +51,23 @@ class PolicyRouter(RequestRouter):
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         self._count(replica_id, -1)
+        self._end(internal_request_id)
+
+    def _remember(self, pending_request: PendingRequest | None, choice: Choice) -> None:
+        """Have the policy told when a choice's request ends; at once where nobody would tell."""
+        if pending_request is None:
+            self._policy.on_end(choice)
+            return
+        name = pending_request.metadata.internal_request_id
+        self._end(name)  # it is chosen for again
+        self._choices[name] = choice
+        if len(self._choices) > _MAX_CHOICES:
+            self._end(next(iter(self._choices)))
+
+    def _end(self, name: str) -> None:
+        choice = self._choices.pop(name, None)
+        if choice is not None:
+            self._policy.on_end(choice)
 
     def _count(self, replica_id: ReplicaID, change: int) -> None:
         replica = self._pool.find(self._urls.get(replica_id, ""))

@@ -3,6 +3,8 @@
 Plain data, no Ray: it travels from the command to the cluster's actors.
 """
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,8 @@ from penstock.errors import ConfigError
 from penstock.fleet.router.policies.registry import POLICIES
 
 DEPLOYMENT = "replica"  # within the application
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_MAX_PORT = 65535
 _REPLICAS_OWN = ("port", "admin_listen")
 _FILES = frozenset({"model", "chat_template", "cache_dir", "simulated_profile", "keys", "store", "shared_prefixes"})
 
@@ -70,12 +74,27 @@ class Wanted:
     key_file: str | None = None
 
 
+def _check(wanted: Wanted) -> None:
+    if not _NAME.fullmatch(wanted.name):
+        raise ConfigError("--name", wanted.name[:100], "give 1 to 64 letters, digits, '.', '_' or '-'")
+    if wanted.replicas < 1:
+        raise ConfigError("--replicas", wanted.replicas, "give at least 1")
+    for name in ("cpus", "gpus"):
+        if not 0 <= getattr(wanted, name) < math.inf:
+            raise ConfigError(flag(name), getattr(wanted, name), "give a number, at least 0")
+    if wanted.port is not None and not 1 <= wanted.port <= _MAX_PORT:
+        raise ConfigError("--port", wanted.port, f"give a port of 1 to {_MAX_PORT}")
+    if wanted.route_prefix is not None and not wanted.route_prefix.startswith("/"):
+        raise ConfigError("--route-prefix", wanted.route_prefix[:100], "give a path that begins with /")
+
+
 def make_settings(sourced: Sourced, wanted: Wanted) -> ApplicationSettings:
     """Return what is to run. Raises ConfigError."""
     options = sourced.options
     for name in _REPLICAS_OWN:
         if name in sourced.sources:
             raise ConfigError(flag(name), getattr(options, name), "leave it out: each replica on a node has its own")
+    _check(wanted)
     if wanted.policy not in POLICIES:
         raise ConfigError("--policy", wanted.policy, f"give one of: {', '.join(POLICIES.names)}")
     if wanted.max_replicas is not None and wanted.max_replicas < wanted.replicas:

@@ -48,7 +48,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAdapter:
-    """One kind of server, as data. Metrics that it has under several names are added up.
+    """One kind of server, as data. Metrics that it has under several names are added up; of utilisation it is the mean.
 
     A metric is named alone, which is the sum over its labels, or with one label as Prometheus writes it.
     """
@@ -86,16 +86,18 @@ class ReplicaAdapter:
     def _read_load(self, text: str) -> Load:
         values: dict[str, float] = {}
         kv_tokens = None
+        num_caches = 0  # a server may have several engines, each with its own
         for sample in self._samples(text):
             labelled = (f'{sample.name}{{{label}="{value}"}}' for label, value in sample.labels.items())
             for name in (sample.name, *labelled):
                 values[name] = values.get(name, 0.0) + sample.value
-            if sample.name == self.cache_info:
-                kv_tokens = _cache_size(sample.labels)
+            num_caches += sample.name == self.kv_utilization
+            if sample.name == self.cache_info and (size := _cache_size(sample.labels)) is not None:
+                kv_tokens = (kv_tokens or 0.0) + size
         return Load(
             num_running=sum(values.get(name, 0.0) for name in self.running),
             num_waiting=sum(values.get(name, 0.0) for name in self.waiting),
-            kv_utilization=values.get(self.kv_utilization or "", 0.0),
+            kv_utilization=values.get(self.kv_utilization or "", 0.0) / max(1, num_caches),
             kv_tokens=kv_tokens,
             queue_seconds=values.get(self.queue_seconds or "", 0.0),
             work_seconds=values.get(self.work_seconds or ""),

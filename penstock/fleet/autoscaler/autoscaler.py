@@ -165,6 +165,7 @@ class Autoscaler:
     async def _pause(self) -> None:
         """Wait for the next look, which is at once when a request comes while there is nothing."""
         ends = self._pool.clock() + self.section.interval_seconds
+        await asyncio.sleep(0)  # however short it is, others have their turn
         while self._pool.clock() < ends:
             if self._num_held() and self.decision is not None and self.decision.desired == 0:
                 return

@@ -50,7 +50,8 @@ class RayDiscovery(Discovery):
             self._start_after = asyncio.get_running_loop().time() + _PAUSE_SECONDS
             raise RemoteError(self._complaint) from error
         self._answers = True
-        return [ReplicaEntry(url=str(url), key_file=self._section.key_file) for url in urls]
+        section = self._section
+        return [ReplicaEntry(url=str(url), version=section.version, key_file=section.key_file) for url in urls]
 
     async def close(self) -> None:
         listing, self._listing, self._answers = self._listing, None, False

@@ -137,19 +137,35 @@ def shared_evidence(book: RolloutBook, rollout: Rollout) -> Evidence:
     return _merge(book.evidence(rollout.model, rollout.epoch))
 
 
-def start_rollout(book: RolloutBook, model: str, candidate: str, section: RolloutSection) -> Rollout:
-    """Begin a rollout that any gateway can follow. Raises RequestError or StoreUnavailable."""
-    _check_served(book, model, candidate)
+def start_rollout(book: RolloutBook, model: str, candidate: str, section: RolloutSection | None) -> Rollout:
+    """Begin a rollout that any gateway can follow. Raises RequestError or StoreUnavailable.
+
+    `section` is the fleet's file's; None: nobody knows it, and the stable version is the one of the rollout before.
+    """
+    served = _check_served(book, model, candidate)
 
     def begin(document: str | None, evidence: list[str], now: float) -> str:
-        return _write(course.start(model, candidate, section, _read(document), now))
+        before, declared = _read(document), None
+        known = section
+        if known is None:
+            known = RolloutSection() if before is None else RolloutSection(stable=before.stable_now)
+            declared = None if before is None else before.declared
+        begun = course.start(model, candidate, known, before, now, declared=declared)
+        # Everything but the candidate's share goes there: with none that serves it, callers would get nothing.
+        if begun.is_running and begun.stable not in served:
+            raise RequestError(
+                f"no replica serves {begun.stable!r}, the stable version; there are: {', '.join(sorted(served))}. "
+                f"Name the stable one in [rollouts.{model}] of the gateway's file, and give the file with --fleet"
+            )
+        return _write(begun)
 
     rollout = _read(book.change(model, -1, begin))
     assert rollout is not None
     return rollout
 
 
-def _check_served(book: RolloutBook, model: str, candidate: str) -> None:
+def _check_served(book: RolloutBook, model: str, candidate: str) -> set[str]:
+    """Return the versions of a model that are served. Raises RequestError where the candidate is none of them."""
     documents = book.announced(_HEARD_SECONDS)
     if not documents:
         raise RequestError("no gateway runs on this store: start one, or give the store that it has")
@@ -162,6 +178,7 @@ def _check_served(book: RolloutBook, model: str, candidate: str) -> None:
     if candidate not in versions[model]:
         known = ", ".join(sorted(versions[model]))
         raise RequestError(f"no replica serves this version of the model; there are: {known}", param="candidate")
+    return versions[model]
 
 
 def abort_rollout(book: RolloutBook, model: str) -> Rollout:

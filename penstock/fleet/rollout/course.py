@@ -44,6 +44,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     began_at: float  # Unix time
     step_began_at: float
     epoch: int  # rises with every step of every rollout of the model: what was seen belongs to one
+    declared: str = ""  # the version that the fleet's file called stable when it began
     status: Status = Status.RUNNING
     place: int = 0  # of the step it is in
     looks: int = 0  # at this step
@@ -78,17 +79,37 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         return 0.0 if isinstance(self.step, str) else self.step
 
 
-def start(model: str, candidate: str, section: RolloutSection, before: Rollout | None, now: float) -> Rollout:
-    """Return a rollout at its beginning. Raises RequestError."""
+def stable_of(section: RolloutSection, rollout: Rollout | None) -> str:
+    """Return the version that requests get: what the last rollout left, unless the file has named another since."""
+    if rollout is None:
+        return section.stable
+    is_old_news = section.stable in (rollout.declared, rollout.stable, rollout.candidate)
+    return rollout.stable_now if rollout.is_running or is_old_news else section.stable
+
+
+def start(
+    model: str,
+    candidate: str,
+    section: RolloutSection,
+    before: Rollout | None,
+    now: float,
+    *,
+    declared: str | None = None,
+) -> Rollout:
+    """Return a rollout at its beginning. Raises RequestError.
+
+    `declared` is what the fleet's file calls stable, where `section` is not from there.
+    """
     if before is not None and before.is_running:
         raise RequestError(f"a rollout of {before.candidate!r} is running for this model; abort it first")
-    stable = section.stable if before is None else before.stable_now
+    stable = stable_of(section, before)
     if candidate == stable:
         raise RequestError(f"{candidate!r} is the stable version of this model already", param="candidate")
     begun = Rollout(
         model=model, stable=stable, candidate=candidate, steps=section.steps, shadow_percent=section.shadow_percent,
         max_shadows=section.max_shadows, gate=section.gate, began_at=now, step_began_at=now,
         next_look=section.gate.first_look, epoch=0 if before is None else before.epoch + 1,
+        declared=section.stable if declared is None else declared,
     )  # fmt: skip
     if begun.candidate_percent < WHOLE:
         return begun

@@ -50,6 +50,12 @@ class RolloutSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 def check_rollout(model: str, section: RolloutSection, option: str) -> None:
     """Raise ConfigError for the first value that makes no sense."""
     where = f"{option}: rollouts.{model}"
+    named = {"stable": [section.stable], "split": [*section.split], "tenants": [*section.tenants.values()]}
+    for name, versions in named.items():
+        for version in versions:
+            if not VERSION_NAME.fullmatch(version):
+                right = "versions have 1 to 64 letters, digits, '.', '_' or '-'"
+                raise ConfigError(f"{where}.{name}", version[:200], right)
     percents = [step for step in section.steps if not isinstance(step, str)]
     names = [step for step in section.steps if isinstance(step, str)]
     if names not in ([], [SHADOW]) or (names and section.steps[0] != SHADOW):

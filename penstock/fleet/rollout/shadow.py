@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -49,7 +50,7 @@ class _Ends:
 
 
 class _Sampling(msgspec.Struct):
-    temperature: float | None = None
+    temperature: Any = None  # foreign servers take texts too
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class ShadowCopy:
         """Whether equal models give equal answers: they are greedy, or both drawn with one seed."""
         if stable.token_ids is not None and shadow.token_ids is not None:
             return True
-        return msgspec.json.decode(self.body, type=_Sampling).temperature == 0
+        return bool(msgspec.json.decode(self.body, type=_Sampling).temperature == 0)
 
     def asking_for_logprobs(self) -> "ShadowCopy":
         """Return a copy that asks for the beginning of a greedy answer, and what its model thinks of each token."""

@@ -7,7 +7,7 @@ replicas or of why shares change.
 import hashlib
 from collections.abc import Iterable, Mapping
 
-from penstock.fleet.rollout.course import Rollout, Status
+from penstock.fleet.rollout.course import Rollout, Status, stable_of
 from penstock.fleet.rollout.plan import WHOLE, RolloutSection
 from penstock.fleet.router.query import RouteQuery
 
@@ -39,7 +39,7 @@ class VersionSplit:
     def versions_for(self, query: RouteQuery) -> tuple[str, ...]:
         """Return the versions that may answer, the wanted one first; where it has no place, the next is as good."""
         rollout = self._rollouts.get(query.model)
-        stable = self.section_of(query.model).stable if rollout is None else rollout.stable_now
+        stable = stable_of(self.section_of(query.model), rollout)
         wanted = self._pinned(query, rollout) or self._drawn(query, rollout) or stable
         return (stable,) if wanted == stable else (wanted, stable)
 

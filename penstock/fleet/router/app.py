@@ -9,13 +9,14 @@ import random
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from penstock.errors import (
+    EngineUnavailable,
     MethodNotAllowed,
     NotPermitted,
     NotReady,
@@ -42,6 +43,7 @@ from penstock.fleet.router.downstream import BEGUN, ClientGone, Downstream
 from penstock.fleet.router.file_proxy import PATTERN, FileProxy
 from penstock.fleet.router.health import HealthMonitor
 from penstock.fleet.router.metrics import GatewayMetrics
+from penstock.fleet.router.open_requests import OpenRequests
 from penstock.fleet.router.proxy import Proxy
 from penstock.fleet.router.query import RouteQuery, read_document, read_head, too_deep
 from penstock.fleet.router.urgency import urgency_of
@@ -60,9 +62,13 @@ RECORD = web.RequestKey("record", RequestRecord)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _QUIET_ROUTES = frozenset({"/live", "/ready", "/metrics"})
 _ADMIN_PREFIX = "/admin/"
-# Found by their name, before any pattern is tried.
-_COMMON_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
+# What a model answers. Servers have more below /v1, and some of it is no caller's: vLLM loads adapters from any folder.
+_MODEL_ROUTES = (
+    "chat/completions", "completions", "responses", "messages", "messages/count_tokens", "embeddings", "rerank",
+    "reranking", "score", "classify", "moderations", "tokenize", "detokenize", "audio/speech", "images/generations",
+)  # fmt: skip
 _GONE_STATUS = 499  # for logs and metrics only
+_LAST_SECONDS = 1.0  # to tell a caller whose answer does not end within the drain
 _SESSION_HEADER = "x-session-id"
 _VERSION_HEADER = "x-penstock-version"
 
@@ -90,6 +96,8 @@ class GatewayContext:
     max_body_bytes: int
     meter: Meter | None = None  # None: the gateway counts nothing itself
     draining: bool = False
+    drain_seconds: float = 30.0
+    open_requests: OpenRequests = field(default_factory=OpenRequests)
 
 
 def create_app(context: GatewayContext) -> web.Application:
@@ -98,8 +106,8 @@ def create_app(context: GatewayContext) -> web.Application:
     routes = _Routes(context)
     for method in ("GET", "POST", "DELETE"):
         _add_route(app, method, PATTERN, routes.files)
-    for path in (*_COMMON_PATHS, "/v1/{path:[A-Za-z0-9_/-]+}"):
-        _add_route(app, "POST", path, routes.forward)
+    for path in _MODEL_ROUTES:
+        _add_route(app, "POST", f"/v1/{path}", routes.forward)
     app.router.add_get("/v1/models", routes.list_models)
     app.router.add_get("/v1/models/{model:.+}", routes.show_model)
     app.router.add_get("/live", routes.live)
@@ -144,7 +152,11 @@ def _bare_app(context: GatewayContext) -> web.Application:
         response.headers.pop("Server", None)  # versions are nobody's business
         response.headers[IDENTITY_HEADER] = identity  # or another gateway could take this one for a server
 
+    async def drain(app: web.Application) -> None:
+        await context.open_requests.drain(context.drain_seconds, _LAST_SECONDS)
+
     app.on_response_prepare.append(sign)
+    app.on_shutdown.append(drain)  # which comes before the framework's own wait
     return app
 
 
@@ -281,7 +293,8 @@ def _front_door(context: GatewayContext) -> Middleware:
         record = _open_record(request)
         request[RECORD] = record
         try:
-            response = await _whole(request, await _answered(request, handler))
+            with context.open_requests.entered():
+                response = await _answered_while_open(request, handler, context.open_requests)
             record.status = response.status
             if not (response.prepared or request.content.is_eof()):
                 response.force_close()  # the rest of the request would stand before the next
@@ -302,6 +315,17 @@ def _front_door(context: GatewayContext) -> Middleware:
                 log_request(record)
 
     return front_door
+
+
+async def _answered_while_open(request: web.Request, handler: Handler, requests: OpenRequests) -> web.StreamResponse:
+    """Run a handler; a caller whose answer the drain has cut short is told so."""
+    try:
+        return await _whole(request, await _answered(request, handler))
+    except asyncio.CancelledError:
+        if not requests.is_over:
+            raise
+        ended = _error(request, EngineUnavailable("the gateway was ended before the answer was; send it again"))
+        return await _whole(request, ended)
 
 
 async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:

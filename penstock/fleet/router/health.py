@@ -12,6 +12,7 @@ from typing import NamedTuple
 import aiohttp
 from yarl import URL
 
+from penstock.errors import EngineStalled
 from penstock.fleet.adapters.registry import ADAPTERS
 from penstock.fleet.config import ReplicaEntry
 from penstock.fleet.introduction import Introductions
@@ -19,6 +20,7 @@ from penstock.fleet.replica import Replica, ReplicaPool
 from penstock.fleet.router.upstream import (
     UPSTREAM_ERRORS,
     error_code,
+    is_unheard,
     note_failure,
     own_headers,
     read_beginning,
@@ -49,11 +51,17 @@ class HealthMonitor:
         session: aiohttp.ClientSession,
         on_probe: Callable[[], None],
         introductions: Introductions | None = None,
+        on_unheard: Callable[[str, float], None] = lambda url, seconds: None,
     ) -> None:
-        """`on_probe` is called behind each probe: somebody may be served now."""
+        """`on_probe` is called behind each probe: somebody may be served now.
+
+        `on_unheard` is told of a replica that probes do not hear, or whose engine stands still, and how long an answer
+        must have been silent to be given up for that.
+        """
         self._pool = pool
         self._session = session
         self._on_probe = on_probe
+        self._on_unheard = on_unheard
         self._introductions = introductions if introductions is not None else Introductions()
         self._timeout = aiohttp.ClientTimeout(total=pool.health.probe_timeout_seconds)
         self._num_probes: dict[str, int] = {}
@@ -110,12 +118,23 @@ class HealthMonitor:
             answer = await self._ask(replica, replica.adapter.ready_path)
         except UPSTREAM_ERRORS as error:
             note_failure(replica, error)
+            if is_unheard(error) and replica.breaker.seconds_until_try is not None:
+                self._give_up_silent(replica)
             return
         lack = await self._lack(replica, answer)
+        if error_code(answer.body) == EngineStalled.code:
+            self._give_up_silent(replica)
         if lack is None:
             await self._read_load(replica)
         is_idle = replica.num_in_flight == 0
         replica.breaker.on_probe(lack is None, lack or "", is_idle=is_idle, is_needed=is_needed)
+
+    def _give_up_silent(self, replica: Replica) -> None:
+        """Say that nothing will come of what a replica has and is silent about."""
+        # Streams of ours can move; those of others could only be cut, and perhaps they are no more than busy.
+        if replica.adapter.can_frame:
+            health = self._pool.health
+            self._on_unheard(replica.url, health.failures_to_eject * health.probe_timeout_seconds)
 
     async def _lack(self, replica: Replica, answer: _Answer) -> str | None:
         """Return why a replica that answers so is not ready."""
@@ -130,7 +149,8 @@ class HealthMonitor:
         self._introductions.take(replica, answer.identity)
         count = self._num_probes.get(replica.url, 0)
         # One that was away may have come back with others.
-        lack = await self._read_models(replica) if count % _MODELS_EVERY == 0 or not replica.is_up else None
+        is_due = count % _MODELS_EVERY == 0 or not replica.is_up or replica.denies_models
+        lack = await self._read_models(replica) if is_due else None
         self._num_probes[replica.url] = count + 1
         return None if replica.models else lack or "it tells no models"
 

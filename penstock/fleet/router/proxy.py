@@ -206,6 +206,8 @@ class Proxy:
         begun = b"" if is_larger else await upstream.read(most_bytes)
         if upstream.status in (401, 403):
             self._note_closed(exchange, placement.replica, upstream.status)
+        elif upstream.status == 404:
+            placement.replica.denies_models = True
         if not upstream.is_read:
             return await (self._refuse_large if must_read else self._pass_large)(exchange, placement, upstream, begun)
         placement.replica.breaker.on_success()

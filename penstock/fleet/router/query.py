@@ -135,19 +135,26 @@ class RouteQuery:
 
     @functools.cached_property
     def prompt_token_ids(self) -> list[int] | None:
-        """The prompt, where the caller gave token ids."""
-        prompt = self._head.prompt
+        """The prompt, or the first of several, where the caller gave token ids."""
+        prompt = _first_of(self._head.prompt if self._head.prompt is not None else self._head.input, list)
         return prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else None
 
     @functools.cached_property
     def prompt_text(self) -> str:
         """The prompt as text: messages in order, each behind its role. Not what the chat template makes of them."""
-        if self._head.messages is not None:
-            return "\n".join(f"{_field(message, 'role')}: {_text(message)}" for message in self._head.messages)
-        prompt = self._head.prompt
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
-            prompt = prompt[0]
+        messages = self._messages
+        if messages is not None:
+            return "\n".join(f"{_field(message, 'role')}: {_text(message)}" for message in messages)
+        prompt = _first_of(self._head.prompt if self._head.prompt is not None else self._head.input, str)
         return prompt if isinstance(prompt, str) else ""
+
+    @property
+    def _messages(self) -> list[Any] | None:
+        """The conversation, under whichever name the API has it."""
+        if self._head.messages is not None:
+            return self._head.messages
+        told = self._head.input
+        return told if isinstance(told, list) and told and isinstance(told[0], Mapping) else None
 
     @functools.cached_property
     def num_prompt_tokens(self) -> int:
@@ -176,7 +183,7 @@ class RouteQuery:
         return hashes
 
     def _beginning(self) -> str:
-        messages = self._head.messages
+        messages = self._messages
         if not messages:
             tokens = self.prompt_token_ids
             return self.prompt_text[:_PIECE_CHARACTERS] if tokens is None else str(tokens[:PIECE_TOKENS])
@@ -188,6 +195,11 @@ class RouteQuery:
 def _starts(length: int, size: int) -> range:
     """Where whole pieces begin: a last, shorter one will not be met again."""
     return range(0, length - size + 1, size)
+
+
+def _first_of(prompts: Any, kind: type) -> Any:
+    """Return the first of several prompts of this kind, or what there is instead."""
+    return prompts[0] if isinstance(prompts, list) and prompts and isinstance(prompts[0], kind) else prompts
 
 
 def _field(message: Any, name: str) -> str:

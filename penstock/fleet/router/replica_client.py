@@ -221,6 +221,12 @@ class _Connection(asyncio.Protocol):
     def cut(self) -> None:
         self._fail(ReplicaLost("the connection was given up"))
 
+    def cut_if_silent(self, seconds: float) -> None:
+        """Give up an answer of which nothing has come for so long, unless it is whoever reads that is slow."""
+        is_silent = self._loop.time() - self._heard_at >= seconds
+        if self._answer is not None and is_silent and not self._is_paused:
+            self._fail(TimeoutError("nothing came from the replica, and it answers nobody"))
+
     # ------------------------------------------------------------ asyncio's
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -372,6 +378,11 @@ class ReplicaClient:
             except _GivenUp:
                 pass  # while nobody used it, as it seems: that says nothing of the replica, and others may be as old
         return await _answer_on(await self._connect(url), head, body)
+
+    def give_up_silent(self, url: str, seconds: float) -> None:
+        """Have whoever has heard nothing for so long of the replica at `url` hear that it is lost."""
+        for connection in [item for item in self._open if item.url == url]:
+            connection.cut_if_silent(seconds)
 
     def close(self) -> None:
         for connection in list(self._open):

@@ -4,6 +4,7 @@ Knows nothing of policies or of the caller's connection.
 """
 
 import asyncio
+import errno
 import math
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
@@ -28,6 +29,7 @@ from penstock.protocol.voucher import VOUCHER_HEADER
 UPSTREAM_ERRORS = (aiohttp.ClientError, ConnectionError, asyncio.TimeoutError)
 RETRIED_STATUSES = frozenset({500, 502, 503, 504})
 _MAX_ERROR_BYTES = 64 * 1024
+_NO_WAY_THERE = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH})
 
 _NOT_SENT = frozenset(
     {
@@ -196,6 +198,14 @@ def _why_unreachable(error: BaseException) -> str:
     if isinstance(cause, ssl.SSLError):
         return f"no TLS connection comes about ({cause.reason or 'no reason is given'})"
     return "it refuses connections"
+
+
+def is_unheard(error: BaseException) -> bool:
+    """Whether a failed probe says that nothing is heard of a replica, as of a machine that is gone.
+
+    One that refuses connections is there, and may finish what it has.
+    """
+    return isinstance(error, asyncio.TimeoutError) or getattr(error, "errno", None) in _NO_WAY_THERE
 
 
 def note_refusal(replica: Replica, status: int, code: str, blamed: set[str] | None = None) -> None:

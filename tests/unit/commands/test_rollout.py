@@ -34,7 +34,10 @@ def shown(capsys):
     return json.loads(capsys.readouterr().out)["rollouts"]
 
 
-def test_a_rollout_takes_its_steps_from_the_fleets_file(tmp_path, capsys):
+def test_a_rollout_takes_its_steps_from_the_fleets_file(tmp_path, capsys, store):
+    store.announce("gateway", json.dumps({"tiny": ["a", "b"]}))
+    assert run("start", "tiny", "b") == 2
+    assert "no replica serves 'stable'" in capsys.readouterr().err
     file = tmp_path / "fleet.toml"
     file.write_text('[rollouts.tiny]\nstable = "a"\nsteps = [10, 100]\n')
     assert run("start", "tiny", "b", "--fleet", str(file)) == 0

@@ -31,7 +31,8 @@ penstock_refused_requests_total{reason="unreachable"} 90.0
 vllm:num_requests_running{engine="0",model_name="m"} 1.0
 vllm:num_requests_running{engine="1",model_name="m"} 2.0
 vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
-vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.9
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.1
 vllm:prompt_tokens_total{engine="0",model_name="m"} 60.0
 vllm:prompt_tokens_total{engine="1",model_name="m"} 40.0
 vllm:generation_tokens_total{engine="0",model_name="m"} 40.0
@@ -76,6 +77,11 @@ def test_the_load_is_read(kind):
 def test_the_models_are_read(kind):
     (model,) = ADAPTERS.load(kind).models(MODELS[kind])
     assert (model.name, model.max_context_tokens) == ("m", None if kind == "tgi" else 512)
+
+
+def test_the_caches_of_a_servers_engines_are_one():
+    lines = [f'vllm:cache_config_info{{engine="{number}",block_size="16",num_gpu_blocks="100"}} 1' for number in (0, 1)]
+    assert ADAPTERS.load("vllm").load("\n".join(lines)).kv_tokens == 3200
 
 
 def test_a_server_without_metrics_has_no_load():

@@ -46,6 +46,27 @@ def test_a_replica_that_stays_keeps_what_is_known_of_it(pool):
     assert pool.find("http://replica-1:80/") is replica
 
 
+def test_what_a_replica_is_stays_the_word_of_who_has_known_it_longest(pool):
+    listed = ReplicaEntry(url="http://replica-1:80", version="candidate", max_in_flight=2)
+    replica = pool.add("static", listed)
+    for _ in range(2):  # heartbeats
+        assert pool.add("registration", entry(1)) is replica
+        assert (replica.version, replica.entry.max_in_flight) == ("candidate", 2)
+    pool.add("static", ReplicaEntry(url="http://replica-1:80", version="stable", max_in_flight=3))
+    assert (replica.version, replica.entry.max_in_flight) == ("stable", 3)
+    pool.remove("static", "http://replica-1:80")
+    pool.add("registration", ReplicaEntry(url="http://replica-1:80", version="other"))
+    assert pool.find("http://replica-1:80") is replica and replica.version == "other"
+
+
+def test_one_that_turns_out_to_be_of_another_kind_is_another_replica(pool):
+    before = pool.add("registration", entry(1))
+    pool.added.clear()
+    after = pool.add("registration", ReplicaEntry(url="http://replica-1:80", kind="vllm"))
+    assert after is not before and after.adapter.kind == "vllm" and list(pool) == [after]
+    assert before.is_leaving and not after.is_leaving and pool.added.is_set()
+
+
 def test_one_that_leaves_gets_nothing_more(pool):
     replica = pool.add("one", entry(1))
     replica.models = (ServedModel("tiny"),)
@@ -178,15 +199,21 @@ async def test_two_ports_of_a_service_are_two_sources_of_replicas(cluster):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("url", ["HTTP://a", "http://A/", "http://a:80"])
+@pytest.mark.parametrize("url", ["HTTP://a", "http://A/", "http://a:80", "http://a.", "http://[0::1]/"])
 def test_a_server_is_one_replica_however_its_url_is_written(url):
     pool = ReplicaPool(HealthSection())
-    first = pool.add("file", ReplicaEntry(url="http://a"))
+    known = "http://[::1]" if "[" in url else "http://a"
+    first = pool.add("file", ReplicaEntry(url=known))
     assert pool.add("registered", ReplicaEntry(url=url)) is first
     assert pool.find(url) is first
     registration = Registration(pool, 10.0)
     registration.register(ReplicaEntry(url=url))
-    assert registration.leave("http://a") and len(pool) == 1
+    assert registration.leave(known) and len(pool) == 1
+
+
+def test_servers_behind_one_proxy_have_names_of_their_own(pool):
+    names = [pool.add("file", ReplicaEntry(url=f"http://proxy/{path}/")).name for path in ("a", "b")]
+    assert names == ["proxy/a", "proxy/b"]  # or metrics would have each series twice
 
 
 async def test_ready_endpoints_of_a_service_are_replicas(cluster):

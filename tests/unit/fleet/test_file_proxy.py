@@ -2,11 +2,14 @@
 
 import asyncio
 
+import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 
+from penstock.connection_limits import ConnectionLimits
 from tests.fakes.fake_replica import FakeReplica
-from tests.unit.fleet.conftest import running_gateway
+from tests.unit.fleet.conftest import QUICK, running_gateway
 
 HEADERS = {"content-type": "application/json"}
 
@@ -51,6 +54,71 @@ async def test_an_upload_that_its_replica_finds_too_large_is_refused_before_all_
         assert b" 413 " in head and b"connection: close" in head.lower()
         writer.close()
         await writer.wait_closed()
+
+
+SLOW = ConnectionLimits(body_seconds=0.2, body_bytes_per_second=1024 * 1024)
+
+
+@pytest.mark.parametrize("rest", [b"", b"no chunk\r\n"])
+async def test_uploads_that_stop_or_are_none_are_not_held_against_their_replica(rest):
+    async with FakeReplica(files=files_of()).running() as one, running_gateway(one, limits=SLOW) as running:
+        breaker = running.gateway.pool.find(one.url).breaker
+        failures = []
+        breaker.on_failure = lambda reason, **_: failures.append(reason)
+
+        async def upload():
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
+            head = b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+            writer.write(head + b"1\r\nx\r\n" + rest)
+            await asyncio.wait_for(reader.read(), 5)
+            writer.close()
+
+        await asyncio.gather(*[upload() for _ in range(4)], return_exceptions=True)
+        answer = await running.client.post(f"{running.url}/v1/files", data=b"x", headers=HEADERS)
+        assert answer.status == 200 and not failures and breaker.standing == "ready"
+
+
+async def test_an_upload_may_take_longer_than_a_replica_may_be_silent():
+    health = msgspec.structs.replace(QUICK.health, silence_seconds=0.2)
+
+    async def slowly():
+        for _ in range(4):
+            await asyncio.sleep(0.1)
+            yield b"x" * 1000
+
+    config = msgspec.structs.replace(QUICK, health=health)
+    async with FakeReplica(files=files_of()).running() as one, running_gateway(one, config=config) as running:
+        answer = await running.client.post(f"{running.url}/v1/files", data=slowly(), headers=HEADERS)
+        assert answer.status == 200 and len(one.received[0]["body"]) == 4000
+
+
+async def test_an_answer_that_drips_is_cut_and_held_against_its_replica():
+    async def drip(replica, request):
+        response = web.StreamResponse(headers={"content-length": "1000000"})
+        await response.prepare(request)
+        while True:
+            await response.write(b"x")
+            await asyncio.sleep(0.02)
+
+    async with FakeReplica(files=drip).running() as one, running_gateway(one, limits=SLOW) as running:
+        failures = []
+        running.gateway.pool.find(one.url).breaker.on_failure = lambda reason, **_: failures.append(reason)
+        answer = await running.client.get(f"{running.url}/v1/files/file-1/content")
+        with pytest.raises(aiohttp.ClientError):
+            await answer.read()
+        assert failures == ["it did not answer in time"]
+
+
+async def test_a_head_that_drips_does_not_prolong_the_wait():
+    async def drip(replica, request):
+        request.transport.write(b"HTTP/1.1 200 OK\r\nx: ")
+        for _ in range(200):
+            request.transport.write(b"x")
+            await asyncio.sleep(0.02)
+
+    config = msgspec.structs.replace(QUICK, health=msgspec.structs.replace(QUICK.health, silence_seconds=0.1))
+    async with FakeReplica(files=drip).running() as one, running_gateway(one, config=config) as running:
+        assert (await running.client.delete(f"{running.url}/v1/files/file-1")).status == 500
 
 
 async def test_a_batch_reaches_a_replica_of_its_model():

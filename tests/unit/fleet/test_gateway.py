@@ -753,6 +753,98 @@ async def test_no_path_leads_past_the_api():
         assert not one.received
 
 
+async def test_a_replica_that_does_not_know_its_model_any_more_is_asked_again_with_the_next_probe():
+    async def forget(replica, request, body):
+        return web.json_response({"error": {"message": "no such model", "code": 404}}, status=404)
+
+    config = msgspec.structs.replace(QUICK, health=msgspec.structs.replace(QUICK.health, probe_seconds=60.0))
+    async with FakeReplica().running() as one, running_gateway(one, config=config) as running:
+        await running.gateway.monitor.probe_all()
+        one.models, one.answer = ("other",), forget
+        await running.gateway.monitor.probe_all()
+        assert (await running.ask()).status == 404  # nobody could know
+        await running.gateway.monitor.probe_all()
+        assert sorted(running.gateway.pool.models()) == ["other"]
+
+
+class HangingReplica(FakeReplica):
+    """As a machine that is gone, it sends nothing any more once it was asked for something; nor does it hang up."""
+
+    async def _ready(self, request):
+        if self.received:
+            await asyncio.sleep(60)
+        return await super()._ready(request)
+
+
+class StalledReplica(FakeReplica):
+    """Its engine stands still once it was asked for something."""
+
+    async def _ready(self, request):
+        if self.received:
+            return web.json_response({"error": {"code": "engine_stalled"}}, status=503)
+        return await super()._ready(request)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("kind", [HangingReplica, StalledReplica])
+async def test_what_a_replica_of_which_nothing_is_heard_had_goes_on_elsewhere(kind, streams):
+    async def begin(replica, request, body):
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", FRAMES_HEADER: "lease-1"})
+        if streams:
+            await response.prepare(request)
+            await response.write(frame(chunk("one "), ChoiceTokens(0, [0])))
+        await asyncio.sleep(60)
+        return response
+
+    health = msgspec.structs.replace(QUICK.health, probe_timeout_seconds=0.05)
+    config = msgspec.structs.replace(QUICK, health=health)
+    good = FakeReplica(answer=framed("one ", "two")) if streams else FakeReplica()
+    async with (
+        kind(answer=begin).running() as lost,
+        good.running(),
+        running_gateway(lost, good, config=config) as running,
+    ):
+        running.gateway.pool.find(good.url).num_in_flight = 9  # so that the other gets it
+        answered = await running.ask(stream=streams)
+        assert answered.status == 200 and len(lost.received) == len(good.received) == 1
+        if streams:
+            events = events_in(await answered.read())
+            assert (text_of(events), events[-1]) == ("one two", "[DONE]")
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_who_is_not_answered_within_the_drain_is_told_so(streams):
+    async def never_end(replica, request, body):
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        if streams:
+            await response.prepare(request)
+            await response.write(b'data: {"a": 1}\n\n')
+        await asyncio.sleep(60)
+        return response
+
+    async with FakeReplica(answer=never_end).running() as one, running_gateway(one) as running:
+        body = {"model": "tiny", "prompt": "hi", "stream": streams}
+        asked = asyncio.create_task(running.client.post(f"{running.url}/v1/completions", json=body))
+        await until(lambda: one.received)
+        if streams:
+            await (await asked).content.readline()
+        stopping = asyncio.create_task(running.gateway.stop())
+        answer = await asked
+        text = await answer.text()
+        assert answer.status == (200 if streams else 503)
+        assert "the gateway was ended before the answer was" in text and "[DONE]" not in text
+        await stopping
+
+
+async def test_what_servers_have_for_operators_is_not_for_callers():
+    async with FakeReplica().running() as one, running_gateway(one) as running:
+        for path in ("load_lora_adapter", "unload_lora_adapter", "internal/model/load", "completions/", "/completions"):
+            response = await running.client.post(f"{running.url}/v1/{path}", json={"model": "tiny", "prompt": "a"})
+            assert (response.status, (await response.json())["error"]["code"]) == (404, "route_not_found"), path
+        assert not one.received
+        assert (await running.client.post(f"{running.url}/v1/rerank", json={"model": "tiny"})).status == 200
+
+
 async def test_the_metrics_are_those_of_the_document():
     async with FakeReplica().running() as one, running_gateway(one) as running:
         await running.ask()

@@ -78,6 +78,21 @@ def test_a_session_is_what_the_caller_names_or_how_the_conversation_began():
     assert make_query("named", user="u1").session == "named"
 
 
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("input", "a text", "another"),
+        ("input", ["a text", "and more"], ["another", "and more"]),
+        ("input", [{"role": "user", "content": "hello"}], [{"role": "user", "content": "good day"}]),
+        ("input", [1, 2], [1, 3]),
+        ("prompt", [[1, 2], [3]], [[1, 3], [3]]),
+    ],
+)
+def test_whatever_a_prompt_is_called_and_made_of_another_is_another_session(name, one, other):
+    assert make_query(**{name: one}).session == make_query(**{name: one}).session
+    assert make_query(**{name: one}).session != make_query(**{name: other}).session
+
+
 def test_tenants_with_equal_sessions_do_not_move_together():
     replicas = [make_replica(number) for number in range(8)]
     policy = SessionAffinity()

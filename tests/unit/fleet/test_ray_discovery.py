@@ -31,9 +31,9 @@ def test_one_that_drains_is_forgotten_at_once(clock):
 
 
 async def test_each_question_is_answered_by_the_same_process():
-    discovery = RayDiscovery(RaySection(application="fleet", key_file="/key"), module=FAKE)
+    discovery = RayDiscovery(RaySection(application="fleet", version="b", key_file="/key"), module=FAKE)
     try:
-        assert await discovery.find() == [ReplicaEntry(url="http://fleet-0:80", key_file="/key")]
+        assert await discovery.find() == [ReplicaEntry(url="http://fleet-0:80", version="b", key_file="/key")]
         assert [entry.url for entry in await discovery.find()] == ["http://fleet-0:80", "http://fleet-1:80"]
     finally:
         await discovery.close()

@@ -9,10 +9,10 @@ from penstock.protocol.identity import IDENTITY_HEADER, Identity, decode_identit
 from tests.unit.server.conftest import running_service
 
 
-async def not_ready(service):
+async def not_ready(service, code="not_ready"):
     response = await service.client.get("/ready")
     assert response.status_code == 503
-    assert response.json()["error"]["code"] == "not_ready"
+    assert response.json()["error"]["code"] == code
     return response.json()["error"]["message"]
 
 
@@ -46,7 +46,7 @@ async def test_a_restarting_engine_is_not_ready(service):
 
 async def test_a_silent_engine_is_not_ready(service):
     service.engine.stats_age_seconds = 6.5
-    assert "6.5 s" in await not_ready(service)
+    assert "6.5 s" in await not_ready(service, "engine_stalled")
 
 
 async def test_a_busy_engine_may_be_silent_for_the_length_of_a_step(service):
@@ -54,7 +54,7 @@ async def test_a_busy_engine_may_be_silent_for_the_length_of_a_step(service):
     service.engine.stats_age_seconds = 6.5
     assert (await service.client.get("/ready")).status_code == 200
     service.engine.stats_age_seconds = 31.0
-    assert "31.0 s" in await not_ready(service)
+    assert "31.0 s" in await not_ready(service, "engine_stalled")
 
 
 async def test_an_engine_process_that_stands_still_is_not_ready_whatever_it_was_doing(service):
@@ -62,7 +62,7 @@ async def test_an_engine_process_that_stands_still_is_not_ready_whatever_it_was_
     service.engine.pulse_age_seconds = 1.5
     assert (await service.client.get("/ready")).status_code == 200
     service.engine.pulse_age_seconds = 2.5
-    assert "2.5 s" in await not_ready(service)
+    assert "2.5 s" in await not_ready(service, "engine_stalled")
 
 
 async def test_an_engine_that_knows_of_a_fault_is_not_ready(service):
@@ -93,7 +93,7 @@ async def test_an_engine_with_work_and_no_step_is_not_ready(service, clock):
     service.engine.stats = EngineStats(num_running=1, num_steps=7)
     assert (await service.client.get("/ready")).status_code == 200
     clock(31)
-    assert "no step" in await not_ready(service)
+    assert "no step" in await not_ready(service, "engine_stalled")
     service.engine.stats = EngineStats(num_running=1, num_steps=8)
     assert (await service.client.get("/ready")).status_code == 200
 

@@ -4,13 +4,15 @@ A replica joins the pool when it says that it is ready. One that is to go is sen
 from this gateway, and is then told to end, at which it drains whatever others sent it; signals that an operator sends
 to all processes are the gateway's to act upon. None outlives the gateway, whatever ends that (`penstock.leash`). Where
 one ends before it was ever ready, the next are started one at a time until one is; each after a longer pause, until one
-has been ready for a while. Where one is ready but of no use here, no other is added. Knows nothing of how many there
-should be.
+has been ready for a while. One that was ready and has not answered for long is killed, and replaced as one that died.
+Where one is ready but of no use here, no other is added. Knows nothing of how many there should be.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Collection
@@ -30,10 +32,12 @@ from penstock.telemetry import log_event
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.05
+_LOOK_SECONDS = 1.0  # between looks at one that drains
 _READY_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _FIRST_PAUSE_SECONDS = 1.0  # after a start that failed; doubled with each that follows
 _MAX_PAUSE_SECONDS = 60.0
 _STABLE_SECONDS = 60.0  # that one must have been ready, or its end counts as a failed start
+_LOST_SECONDS = 60.0  # that one may be ejected before it is taken to hang
 _SHOWN_LINES = 5  # of what a process said last
 
 log = logging.getLogger("penstock.autoscaler")
@@ -53,9 +57,15 @@ class _Child:
     last_words: LastWords
     replica: Replica | None = None  # None until it is ready
     ready_at: float | None = None  # on the pool's clock
+    was_killed: bool = False  # by us, because it hung
 
     def was_stable(self, now: float) -> bool:
         return self.ready_at is not None and now - self.ready_at >= _STABLE_SECONDS
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it runs and has not answered for so long that it never will."""
+        return self.replica is not None and self.replica.breaker.seconds_ejected >= _LOST_SECONDS
 
     def is_proof(self, failed_at: float, now: float) -> bool:
         """Whether it shows that what failed then is over: it came later, and stayed."""
@@ -174,6 +184,9 @@ class LocalProcesses(ScaleBackend):
         now = self._pool.clock()
         if any(child.is_proof(self._failed_at, now) for child in self._children):
             self._num_pauses = 0
+        for child in self._children:
+            if child.is_lost and child.process.returncode is None:
+                await self._kill(child)
         ended = [child for child in self._children if child.process.returncode is not None]
         failed = [child for child in ended if not child.was_stable(now)]
         for child in ended:
@@ -183,7 +196,7 @@ class LocalProcesses(ScaleBackend):
             lines, status = child.last_words.lines(_SHOWN_LINES), child.process.returncode
             log_event(
                 log,
-                f"replica ended by itself with status {status}",
+                f"replica ended {'' if child.was_killed else 'by itself '}with status {status}",
                 level=logging.ERROR,
                 replica=child.url,
                 was_ready=child.replica is not None,
@@ -197,6 +210,16 @@ class LocalProcesses(ScaleBackend):
         if failed:
             self._pause(now)
         self.trouble = self._failed_start or self._useless()
+
+    @staticmethod
+    async def _kill(child: _Child) -> None:
+        """End a process that hangs: nobody else would, and it counts as one that there is."""
+        message = f"a replica has not answered for {_LOST_SECONDS:g} s and is killed"
+        log_event(log, message, level=logging.ERROR, replica=child.url, pid=child.process.pid)
+        child.was_killed = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.process.pid, signal.SIGKILL)  # the leash and all that it holds
+        await child.process.wait()
 
     def _useless(self) -> Trouble | None:
         """Why a server that was started and is ready serves no request for the model, where there is one."""
@@ -231,10 +254,32 @@ class LocalProcesses(ScaleBackend):
             await asyncio.sleep(_POLL_SECONDS)
         if child.process.returncode is None:
             child.process.send_signal(OWNERS_SIGNAL)
-        await child.process.wait()
+        await self._await_end(child)
         await child.last_words.end()
         self._forget(child)
         log_event(log, "replica drained and ended", replica=child.url)
+
+    async def _await_end(self, child: _Child) -> None:
+        """Wait for a process that was told to end, for as long as it drains; one that answers nothing hangs."""
+        heard_at = self._pool.clock()
+        while child.process.returncode is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await child.process.wait()
+            if child.process.returncode is None and await self._is_heard(child):
+                heard_at = self._pool.clock()
+            elif child.process.returncode is None and self._pool.clock() - heard_at >= _LOST_SECONDS:
+                await self._kill(child)
+
+    async def _is_heard(self, child: _Child) -> bool:
+        """Whether it says anything, be it that it takes no connections any more."""
+        try:
+            async with self._session.get(f"{child.url}/live", timeout=_READY_TIMEOUT):
+                return True
+        except TimeoutError:
+            return False
+        except (aiohttp.ClientError, OSError):
+            return True
 
     def _forget(self, child: _Child) -> None:
         self._pool.remove(self._source, child.url)

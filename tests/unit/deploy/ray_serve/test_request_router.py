@@ -17,8 +17,9 @@ def running(name, **stats):
     )
 
 
-def pending(*arguments, session="", **named):
-    return SimpleNamespace(args=list(arguments), kwargs=named, metadata=SimpleNamespace(session_id=session))
+def pending(*arguments, session="", name="request", **named):
+    metadata = SimpleNamespace(session_id=session, internal_request_id=name)
+    return SimpleNamespace(args=list(arguments), kwargs=named, metadata=metadata)
 
 
 def make_router(policy="least-loaded"):
@@ -56,6 +57,23 @@ async def test_requests_on_their_way_count():
         router.on_request_completed(first.replica_id, "request")
     router.on_request_routed(pending({}), second.replica_id, None)
     assert (await router.choose_replicas([first, second], pending({})))[0] == [first]
+
+
+async def test_a_policy_learns_when_requests_have_ended():
+    (only,) = replicas(0)
+    router = make_router("kv-aware")
+
+    async def prompts_before(name):
+        await router.choose_replicas([only], pending({"prompt": "x" * 4000}, name=name))
+        return int(router._choices[name].reason.rpartition(", ")[2].partition(" prompts")[0])
+
+    # The policy counts the first choice for "two" until that has ended.
+    assert [await prompts_before(name) for name in ("one", "two", "two")] == [0, 1, 2]
+    router.on_request_completed(only.replica_id, "one")
+    router.on_request_completed(only.replica_id, "two")
+    assert await prompts_before("three") == 0
+    await router.choose_replicas([only])  # of which nobody would tell the end
+    assert await prompts_before("four") == 1
 
 
 async def test_a_session_stays_where_it_was():

@@ -57,6 +57,12 @@ def test_ranks_follow_the_servers_own_option():
         ({}, {"policy": "sideways"}, "--policy"),
         ({}, {"replicas": 3, "max_replicas": 2}, "--max-replicas"),
         ({}, {"cpus": 0.0}, "--cpus"),
+        ({}, {"replicas": 0}, "--replicas"),
+        ({}, {"name": "a/b"}, "--name"),
+        ({}, {"cpus": float("nan")}, "--cpus"),
+        ({}, {"gpus": -1.0}, "--gpus"),
+        ({}, {"port": 70000}, "--port"),
+        ({}, {"route_prefix": "v1"}, "--route-prefix"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(options, wanted, named):

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import signal
 import sys
 
 import aiohttp
@@ -270,6 +271,39 @@ async def test_a_process_that_died_after_a_good_while_is_replaced_at_once(proces
     (after,) = context.pool
     assert after.url != child.url
     assert await backend.count() == 1
+
+
+async def test_a_process_that_hangs_is_killed_and_replaced(processes, context):
+    clock = context.pool.clock = FakeClock()
+    backend = processes()
+    await scaled(backend, context, 1)
+    (replica,) = context.pool
+    (child,) = backend._children
+    child.process.send_signal(signal.SIGSTOP)
+    replica.breaker.on_failure("it did not answer in time", is_fatal=True)
+    clock.now += 59.0
+    replica.breaker.on_failure("it did not answer in time")
+    await backend.scale_to(1)
+    assert list(context.pool) == [replica]
+    clock.now += 1.0
+    await backend.scale_to(1)
+    assert child.process.returncode == -signal.SIGKILL
+    await until(lambda: [item.url for item in context.pool] not in ([], [replica.url]))
+
+
+async def test_a_process_that_hangs_when_it_is_to_end_is_killed(processes, context, monkeypatch):
+    monkeypatch.setattr(local, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(local, "_READY_TIMEOUT", aiohttp.ClientTimeout(total=0.05))
+    clock = context.pool.clock = FakeClock()
+    backend = processes()
+    await scaled(backend, context, 1)
+    (child,) = backend._children
+    child.process.send_signal(signal.SIGSTOP)
+    await backend.scale_to(0)
+    await asyncio.sleep(0.2)
+    assert child.process.returncode is None
+    clock.now += 60.0
+    await until(lambda: child.process.returncode == -signal.SIGKILL)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import RequestError
-from penstock.fleet.rollout.course import Status, abort, go_on, start
+from penstock.fleet.rollout.course import Status, abort, go_on, stable_of, start
 from penstock.fleet.rollout.evidence import Evidence
 from penstock.fleet.rollout.plan import GateSection, RolloutSection
 from tests.unit.fleet.rollout.simulated_traffic import Traffic
@@ -153,3 +153,12 @@ def test_any_traffic_ends_with_a_decision_and_never_lets_a_share_fall_before_it(
         assert candidate["slowness"] < 2 and candidate["error_rate"] < 0.2 and candidate["divergence"] < 0.5
     if not last.is_running:
         assert last.reason
+
+
+def test_a_file_that_names_another_stable_version_afterwards_is_heeded_and_one_that_stayed_as_it_was_is_not():
+    file = msgspec.structs.replace(SECTION, stable="v1")
+    second = run(begun(file), {})[-1]
+    third = abort(start("tiny", "v3", file, second, now=1e6), 1e6)
+    for name, stable in (("v1", "b"), ("b", "b"), ("v3", "b"), ("v4", "v4")):
+        assert stable_of(msgspec.structs.replace(SECTION, stable=name), third) == stable
+    assert stable_of(RolloutSection(stable="v4"), start("tiny", "v3", file, second, now=1e6)) == "b"  # it runs

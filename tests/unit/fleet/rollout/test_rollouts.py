@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from penstock.errors import ConfigError
+from penstock.fleet.config import ReplicaEntry
 from penstock.fleet.fleet_file import read_fleet
 from penstock.fleet.rollout.book import RolloutMemory
 from penstock.fleet.rollout.plan import GateSection, RolloutSection
@@ -183,11 +184,19 @@ async def test_where_only_other_versions_are_up_the_answer_says_so():
 
 
 async def test_a_replica_that_registers_again_with_another_version_has_it():
+    async with FakeReplica().running() as one, FakeReplica().running() as other, running_gateway(one) as running:
+        for version, share in (("b", 0), ("stable", 5)):
+            running.gateway.registration.register(ReplicaEntry(url=other.url, version=version))
+            await until(lambda: running.gateway.pool.find(other.url).is_usable)
+            await ask_many(running, 10)
+            assert len(other.received) == share
+
+
+async def test_a_listed_candidate_that_registers_itself_stays_one():
     async with two_versions() as (running, _, other):
-        entry = running.gateway.pool.find(other.url).entry
-        running.gateway.registration.register(msgspec.structs.replace(entry, version="stable"))
+        running.gateway.registration.register(ReplicaEntry(url=other.url))
         await ask_many(running, 10)
-        assert len(other.received) == 5
+        assert not other.received
 
 
 async def test_copies_reach_the_candidate_marked_and_without_the_callers_key():

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.fleet.rollout.shadow import ShadowCopy
 from penstock.fleet.rollout.trial import Trial, compare_outputs
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -101,3 +102,9 @@ def test_several_choices_are_not_compared():
     for trial in trials:
         trial.end([[1, 2], [3]], first_at=trial.began_at)
     assert compare_outputs(*trials) is None
+
+
+@pytest.mark.parametrize(("temperature", "is_repeatable"), [("0", True), ("0.0", True), ("1", False), ('"0"', False)])
+def test_only_greedy_answers_that_are_told_as_text_are_compared_whatever_a_temperature_is(temperature, is_repeatable):
+    copy = ShadowCopy("/v1/completions", b'{"temperature": %b}' % temperature.encode(), False, 0, 1.0)
+    assert copy.is_repeatable(Trial("a"), Trial("b")) is is_repeatable

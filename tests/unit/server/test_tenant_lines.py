@@ -1,4 +1,4 @@
-"""Turns: fair between tenants by what they take, bounded, and left at once by whoever cannot wait any longer."""
+"""TenantLines: fair between tenants by what they take, bounded, and left at once by whoever cannot wait any longer."""
 
 import asyncio
 import time
@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from penstock.errors import DeadlineExceeded, Overloaded
 from penstock.request import Tier
-from penstock.server import turns as turns_module
+from penstock.server import tenant_lines
 from penstock.server.claim import Claim
-from penstock.server.turns import Turns
+from penstock.server.tenant_lines import TenantLines
 
 
 class Served:
     """Notes whose turn it was, and holds the first one until all others wait."""
 
     def __init__(self):
-        self.turns = Turns()
+        self.lines = TenantLines()
         self.order = []
         self.gate = asyncio.Event()
         self.tasks = []
@@ -29,7 +29,7 @@ class Served:
             await self.gate.wait()
 
         tenant = name.rstrip("0123456789")
-        self.tasks.append(asyncio.create_task(self.turns.run(claim or Claim(tenant), size, work)))
+        self.tasks.append(asyncio.create_task(self.lines.run(claim or Claim(tenant), size, work)))
         return self.tasks[-1]
 
     async def finish(self):
@@ -95,9 +95,9 @@ def test_while_two_tenants_wait_what_they_took_stays_together(asked):
     for name in order:
         if not all(left.values()):
             break
-        took[name[0]] += asked[int(name[1:])][1] + turns_module._TURN_SIZE
+        took[name[0]] += asked[int(name[1:])][1] + tenant_lines._TURN_SIZE
         left[name[0]] -= 1
-        assert abs(took["a"] - took["b"]) <= 5000 + turns_module._TURN_SIZE
+        assert abs(took["a"] - took["b"]) <= 5000 + tenant_lines._TURN_SIZE
 
 
 async def test_whoever_cannot_wait_any_longer_leaves_at_once_and_takes_no_turn():
@@ -134,7 +134,7 @@ async def test_a_caller_who_is_cancelled_leaves_the_line():
 
 
 async def test_what_fails_ends_its_turn_and_says_why():
-    turns = Turns()
+    lines = TenantLines()
 
     async def fail():
         raise ValueError("why")
@@ -143,13 +143,13 @@ async def test_what_fails_ends_its_turn_and_says_why():
         return "done"
 
     with pytest.raises(ValueError, match="why"):
-        await turns.run(Claim("a"), 1, fail)
-    assert await turns.run(Claim("a"), 1, succeed) == "done"
+        await lines.run(Claim("a"), 1, fail)
+    assert await lines.run(Claim("a"), 1, succeed) == "done"
 
 
 @pytest.mark.parametrize(("limit", "most"), [("MAX_WAITING", 3), ("MAX_WAITING_SIZE", 3000)])
 async def test_a_tenants_line_is_bounded_and_leaves_others_theirs(monkeypatch, limit, most):
-    monkeypatch.setattr(turns_module, limit, most)
+    monkeypatch.setattr(tenant_lines, limit, most)
     served = Served()
     for number in range(5):
         served.ask(f"flood{number}", 400)

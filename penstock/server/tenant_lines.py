@@ -1,4 +1,4 @@
-"""Turns at something that serves one request at a time, shared fairly between tenants.
+"""Lines of tenants before something that serves one request at a time, which they take turns at fairly.
 
 Each tenant's requests wait in a line of their own. What a turn takes is counted in sizes, and the tenant that would
 have had least behind its next turn goes first: a flood of one tenant costs another the turn under way, and a small
@@ -41,7 +41,7 @@ class _Line:
         return self.level + self.waiting[0][1]
 
 
-class Turns:
+class TenantLines:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._is_taken = False
