@@ -78,7 +78,9 @@ class KeyWatcher:
         version = self._source.version()
         if version == self._version:
             return None
-        # Keys that change between the two reads change the version too, and are read the next time.
-        keys, had_any = self._source.load(), self._source.had_any()
+        # Keys that change between these reads change the version too, and are read the next time. The keys come last: a
+        # first key that is made meanwhile must not close the server to its own caller.
+        had_any = self._source.had_any()
+        keys = self._source.load()
         self._version = version
         return keys, had_any

@@ -91,3 +91,26 @@ async def test_keys_are_read_again_only_when_they_changed(tmp_path, monkeypatch)
     await watcher.look()
     assert len(loads) == 2
     database.close()
+
+
+async def test_a_first_key_that_is_made_while_keys_are_read_is_known_as_soon_as_the_server_is_closed(tmp_path):
+    database = Database.open(str(tmp_path / "penstock.db"))
+    store = KeyStore(database)
+    made = []
+
+    class Meanwhile:
+        """The store, with a key made between any two reads of it."""
+
+        def __getattr__(self, name):
+            def read():
+                found = getattr(store, name)()
+                if name != "version" and not made:
+                    made.append(store.create("alice", KeyTerms()))
+                return found
+
+            return read
+
+    ring = KeyRing(())
+    await KeyWatcher(ring, Meanwhile(), needs_keys=False).look()
+    assert ring.is_open or knows(ring, made[0])
+    database.close()
