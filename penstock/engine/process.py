@@ -61,7 +61,7 @@ _IDLE_STATS_SECONDS = 0.05
 _PRODUCT_CACHE_VARIABLE, _PRODUCT_CACHE_SIZE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256"
 # A step that is due waits for so many refusals at most: there is no bound to how many come.
 _MOST_REFUSALS = 16
-# A step that should still be under way is looked at so often at least.
+# A step that should still be under way is looked at so often at least, where it does not run on the cores that look.
 _LOOK_MILLISECONDS = 5
 # A moment is idle once nobody has come for so long: a caller who asks one thing after another must not wait for chores.
 _QUIET_SECONDS = 0.25
@@ -82,6 +82,7 @@ class EngineProcess:
         self._pulse = Pulse(pulse_path(socket_path))
         self._stats_due = self._stats_at = 0.0
         self._busy_at = 0.0
+        self._looks = built.config.device_kind != "cpu"
         self._has_chores = True  # what the runner would use idle moments for
         self._stopping = False
         self._num_refused = 0  # of the frames that are being taken in
@@ -140,7 +141,7 @@ class EngineProcess:
         # Rounded down: a step that is launched too late leaves the device idle. So does one that ends sooner than was
         # foreseen: it is looked at, the more often the nearer its end should be.
         while (milliseconds := int((self._engine.launch_due - time.monotonic()) * 1000)) > 0 and not self._stopping:
-            if self._socket.poll(min(max(1, milliseconds // 4), _LOOK_MILLISECONDS)):
+            if self._socket.poll(min(max(1, milliseconds // 4), _LOOK_MILLISECONDS) if self._looks else milliseconds):
                 self._take_frames()
             elif self._engine.is_step_done:
                 return
