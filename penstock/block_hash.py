@@ -16,6 +16,7 @@ from hashlib import blake2b
 BlockHash = bytes
 HASH_BYTES = 16
 SHORT_NAME_BYTES = 8
+_TOKEN_BYTES = array("I").itemsize
 
 
 def short_name(name: BlockHash) -> int:
@@ -59,18 +60,18 @@ class BlockHasher:
     def extend(self, names: list[BlockHash], salt: Salt, tokens: Sequence[int], num_blocks: int) -> None:
         """Add to the names of the leading blocks of `tokens` until there are `num_blocks`."""
         size = self.block_tokens
-        while len(names) < num_blocks:
-            start = len(names) * size
-            names.append(self._child(self._parent(names, salt), tokens[start : start + size]))
+        first = len(names)
+        packed = array("I", tokens[first * size : num_blocks * size]).tobytes()
+        assert len(packed) == max(num_blocks - first, 0) * size * _TOKEN_BYTES
+        for start in range(0, len(packed), size * _TOKEN_BYTES):
+            own = packed[start : start + size * _TOKEN_BYTES]
+            parent = self._parent(names, salt)
+            names.append(blake2b(parent + own, key=self._key, digest_size=HASH_BYTES).digest())
 
     def _parent(self, names: list[BlockHash], salt: Salt) -> BlockHash:
         if len(names) == salt.num_public_blocks:
             return self._digest(b"own", salt.own + names[-1]) if names else salt.own
         return names[-1] if names else salt.public
-
-    def _child(self, parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
-        assert len(tokens) == self.block_tokens
-        return blake2b(parent + array("I", tokens).tobytes(), key=self._key, digest_size=HASH_BYTES).digest()
 
     def _root(self, purpose: bytes, *parts: str) -> BlockHash:
         encoded = [part.encode() for part in parts]

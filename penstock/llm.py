@@ -253,8 +253,11 @@ def _model_name(model: object) -> str:
 def _token_ids(prompt: Sequence[int], name: str) -> list[int]:
     """Return whole numbers of any library as Python's own. Raises InvalidParameter where they are something else."""
     right = "give a text or a list of token ids"
+    listed = _listed(name, prompt, right)
+    if set(map(type, listed)) == {int}:
+        return listed
     token_ids = []
-    for item in _listed(name, prompt, right):
+    for item in listed:
         try:
             token_ids.append(operator.index(item))
         except TypeError:

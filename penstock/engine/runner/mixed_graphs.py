@@ -32,6 +32,8 @@ Size = TypeVar("Size")
 _SLICE_COUNTS = (32, 64, 128, 256, 512, 1024, 2048)
 # From so many tokens on, what such programs cost is lost beside the rest of the step.
 _MANY_TOKENS = 1024
+# Multiples of this are what paces choose where they can.
+_WHOLE_TOKENS = 256
 # A last layer for the tokens that are drawn from pays where a step has this many times as many.
 _WANTED_TIMES = 2
 # After so long no other product is tried in an idle moment.
@@ -41,8 +43,11 @@ _MOST_TRIED_TOKENS = 1024
 
 
 def token_counts(most: int) -> list[int]:
-    """The ladder: coarse where tokens cost nothing beside the weights, then in steps of at most a sixteenth."""
-    ladder = [32, 64, 96, 128, 192, *range(256, 1024, 64), *range(1024, 4096, 128), *range(4096, most, 256)]
+    """The ladder: coarse where tokens cost nothing beside the weights, then in steps of at most a fourth.
+
+    Products take whole tiles of tokens: 448 take as long as 512, and 576 as long as 640.
+    """
+    ladder = [32, 64, 96, 128, 192, 256, 320, *range(384, 4096, 128), *range(4096, most, 256)]
     return [count for count in ladder if count < most] + [most]
 
 
@@ -246,7 +251,10 @@ class MixedGraphs:
         What an engine tries first teaches it what steps cost, so that none of these may take the time of a capture.
         """
         largest = self.token_counts[-1]
-        counts = sorted(self.token_counts, key=lambda count: (count != largest, count > _MANY_TOKENS, abs(count - 256)))
+        counts = sorted(
+            self.token_counts,
+            key=lambda count: (count != largest, count > _MANY_TOKENS, count % _WHOLE_TOKENS != 0, abs(count - 256)),
+        )
         alone = [self._places(count, 1, decodes=False) for count in counts if count.bit_count() == 1]
         others = [
             self._places(count, slices, decodes=decodes)

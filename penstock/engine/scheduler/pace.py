@@ -29,7 +29,8 @@ class BatchPace(Pace):
     """For a batch of which only the end counts: prompts run beside answers, as late as they may.
 
     Decoding reads every weight for a few tokens, so prompt tokens beside it are cheap up to `knee_tokens`; a step of
-    prompts alone would pay for itself. A prompt may be late by as many steps as its answer is shorter than the longest
+    prompts alone would pay for itself. Beyond, a step pays for whole multiples of so many tokens, or nearly: so prompts
+    wait until the next one is full. A prompt may be late by as many steps as its answer is shorter than the longest
     one under way, where both lengths are known. Where they are not, nothing is held back. Where weights are small it is
     the prompts' attention that costs each step something: then they run in every so many steps, not fewer than
     `least_prompt_tokens` together.
@@ -61,10 +62,18 @@ class BatchPace(Pace):
             steps = _steps_left(request) or longest
             rate = max(rate, tokens_so_far / max(1, longest - steps))
         self._saved_tokens += max(self._knee_tokens - num_decoding, int(rate) + 1)
-        if self._saved_tokens < min(self._least_prompt_tokens, tokens_so_far):
-            return num_decoding
-        num_tokens, self._saved_tokens = num_decoding + self._saved_tokens, 0
-        return min(self._max_step_tokens, num_tokens)
+        return num_decoding + self._take_saved(num_decoding, tokens_so_far)
+
+    def _take_saved(self, num_decoding: int, num_prompt_tokens: int) -> int:
+        """Return how many of the saved tokens run now, beside so many that decode."""
+        saved = self._saved_tokens
+        taken = min(saved, self._max_step_tokens - num_decoding)
+        if saved < num_prompt_tokens:
+            taken -= (num_decoding + taken) % self._knee_tokens
+            if taken < max(self._least_prompt_tokens, 1):
+                return 0
+        self._saved_tokens = min(saved - taken, self._knee_tokens)
+        return taken
 
 
 def _steps_left(request: RequestState) -> int:
