@@ -36,8 +36,11 @@ def gated_signature(number: str) -> dict[str, str]:
     return {
         "x_desc": f"tensordesc<{number}[128, 64],{layout!r}>",
         "weight_desc": f"tensordesc<{number}[128, 64],{layout!r}>",
+        "weight_piece_desc": f"tensordesc<{number}[32, 64],{layout!r}>",
         "out_desc": f"tensordesc<{number}[64, 128],{layout!r}>",
-        **dict.fromkeys(["num_rows", "size", "depth"], "i32"),
+        "out_pair_desc": f"tensordesc<{number}[64, 64],{layout!r}>",
+        "out_piece_desc": f"tensordesc<{number}[64, 32],{hopper_gated._PIECE_LAYOUT.value!r}>",
+        **dict.fromkeys(["num_rows", "wide_columns", "narrow_columns", "size", "depth"], "i32"),
     }
 
 

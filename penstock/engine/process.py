@@ -4,6 +4,7 @@
 never waits for a client. Ends when told to, or when its parent is gone.
 """
 
+import gc
 import logging
 import math
 import os
@@ -258,6 +259,7 @@ def main(build: Build = build_engine) -> int:
     except PenstockError as error:
         _notify(Refused(str(error)))
         return 2
+    gc.freeze()  # what was loaded stays: a full collection need not look through it, which would hold up every stream
     process = EngineProcess(built, setup.socket_path, timeline, parent_pid=setup.parent_pid)
     signal.signal(OWNERS_SIGNAL, lambda *_: process.stop())
     process.run()

@@ -55,10 +55,11 @@ def test_the_gated_kernel_gives_products_and_gates(num_rows: int, gelu: bool, dt
 
 
 @on_hopper
-def test_the_gated_kernel_at_full_size() -> None:
+@pytest.mark.parametrize("num_rows", [250, 256, 500, 2100])
+def test_the_gated_kernel_at_full_size(num_rows: int) -> None:
     from penstock.kernels.triton.hopper_gated import gated_product
 
-    x, weight = matrices(2100, 14336, 4096)
+    x, weight = matrices(num_rows, 14336, 4096)
     assert relative_error(gated_product(x, weight, gelu=False), gated(x, weight, gelu=False)) < 5e-3
 
 

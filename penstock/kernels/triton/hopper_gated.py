@@ -3,7 +3,8 @@
 What the library's product would write, two numbers for each that is needed, never goes to memory. One program stays on
 each multiprocessor. One of its warps copies tiles to shared memory with the tensor copy engine, ahead of two groups of
 four warps that take half of a tile's rows each; a tile has as many columns of gates as of ups, so that a thread holds
-both of a pair. Written in Gluon, which has the instructions that plain Triton hides. Knows tensors only.
+both of a pair. Tiles of the last waves may be narrower, so that these are full. Written in Gluon, which has the
+instructions that plain Triton hides. Knows tensors only.
 """
 # mypy: allow-untyped-defs, allow-untyped-decorators
 
@@ -27,14 +28,17 @@ from penstock.kernels.triton.sizes import ceil_divide
 _ROWS = gl.constexpr(128)  # of a tile
 _HALF = gl.constexpr(64)  # of them, for one group of warps
 _COLUMNS = gl.constexpr(128)  # of a tile's output: as many gates and as many ups
+_PIECE = gl.constexpr(32)  # a narrow tile has three times as many columns: two products, of two pieces and of one
+_NARROW = gl.constexpr(96)
 _DEPTH = gl.constexpr(64)  # numbers of a row that one step multiplies: 128 bytes, as the products want them laid out
 _STAGES = gl.constexpr(4)  # steps whose numbers are in shared memory
 _LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+_PIECE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
 # Of a thread, at the start and by role; with 12 warps no more fit.
 _REGISTERS, _PRODUCT_REGISTERS, _COPY_REGISTERS = 168, gl.constexpr(232), gl.constexpr(40)
 _BAND = 16  # tiles below one another that are taken before the next column, so that weights are shared
-_MANY_ROWS, _TWO_ROWS = 1024, (192, 256)
-_FULL_WAVES = 0.93  # the share of all programs that have a tile in every wave, the last one included
+# Up to so many rows the kernel pays if this part of its programs' time goes into rows and columns that are wanted.
+_LEAST_USE = ((256, 0.84), (1024, 0.96), (1 << 30, 0.9))
 
 
 @gluon.jit
@@ -48,12 +52,13 @@ def _place(tile, row_tiles, column_tiles, BAND: gl.constexpr):
 
 @gluon.jit
 def _copy_partition(
-    x_desc, weight_desc, x_buffer, weight_buffer, ready, free, row_tiles, column_tiles, size, depth, BAND: gl.constexpr
+    x_desc, weight_desc, piece_desc, x_buffer, weight_buffer, piece_buffer, ready, free,
+    row_tiles, wide_columns, narrow_columns, size, depth, BAND: gl.constexpr,
 ):  # fmt: skip
     count = 0
     num_steps = depth // _DEPTH
-    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
-        row, column = _place(tile, row_tiles, column_tiles, BAND)
+    for tile in range(gl.program_id(0), row_tiles * wide_columns, gl.num_programs(0)):
+        row, column = _place(tile, row_tiles, wide_columns, BAND)
         for step in range(num_steps):
             stage = count % _STAGES
             mbarrier.wait(free.index(stage), (count // _STAGES & 1) ^ 1)
@@ -63,6 +68,25 @@ def _copy_partition(
             gates, ups = weight_buffer.index(2 * stage), weight_buffer.index(2 * stage + 1)
             tma.async_copy_global_to_shared(weight_desc, [column * _COLUMNS, at], ready.index(stage), gates)
             tma.async_copy_global_to_shared(weight_desc, [size + column * _COLUMNS, at], ready.index(stage), ups)
+            count += 1
+    for tile in range(gl.program_id(0), row_tiles * narrow_columns, gl.num_programs(0)):
+        row, column = _place(tile, row_tiles, narrow_columns, BAND)
+        first = wide_columns * _COLUMNS + column * _NARROW
+        for step in range(num_steps):
+            stage = count % _STAGES
+            opened = ready.index(stage)
+            mbarrier.wait(free.index(stage), (count // _STAGES & 1) ^ 1)
+            mbarrier.expect(opened, (_ROWS + 2 * _NARROW) * _DEPTH * 2)
+            at = step * _DEPTH
+            tma.async_copy_global_to_shared(x_desc, [row * _ROWS, at], opened, x_buffer.index(stage))
+            # Two pieces of gates, two of ups; then one of each.
+            for piece in gl.static_range(2):
+                gates, ups = piece_buffer.index(8 * stage + piece), piece_buffer.index(8 * stage + 2 + piece)
+                tma.async_copy_global_to_shared(piece_desc, [first + piece * _PIECE, at], opened, gates)
+                tma.async_copy_global_to_shared(piece_desc, [size + first + piece * _PIECE, at], opened, ups)
+            gates, ups = piece_buffer.index(8 * stage + 4), piece_buffer.index(8 * stage + 5)
+            tma.async_copy_global_to_shared(piece_desc, [first + 2 * _PIECE, at], opened, gates)
+            tma.async_copy_global_to_shared(piece_desc, [size + first + 2 * _PIECE, at], opened, ups)
             count += 1
 
 
@@ -77,17 +101,26 @@ def _gate(gate, up, GELU: gl.constexpr):
 
 
 @gluon.jit
+def _store(sums, out_buffer, out_desc, row, column, COLUMNS: gl.constexpr, GELU: gl.constexpr):
+    """Gate a tile's columns, of which half are ups, and have them copied to memory."""
+    gate, up = sums.reshape([_HALF, 2, COLUMNS]).permute([0, 2, 1]).split()
+    out_buffer.store(_gate(gate, up, GELU).to(out_buffer.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [row, column], out_buffer)
+
+
+@gluon.jit
 def _product_partition(
-    out_desc, x_buffer, weight_buffer, out_buffer, ready, free, row_tiles, column_tiles, depth,
-    WHICH: gl.constexpr, GELU: gl.constexpr, BAND: gl.constexpr,
+    out_desc, pair_desc, piece_desc, x_buffer, weight_buffer, out_buffer, ready, free,
+    row_tiles, wide_columns, narrow_columns, depth, WHICH: gl.constexpr, GELU: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     """Multiply and gate one half of the rows of this program's tiles."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * _COLUMNS.value, 16])
-    out = out_buffer.index(WHICH)
+    dtype: gl.constexpr = out_buffer.dtype
     count = 0
     num_steps = depth // _DEPTH
-    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
-        row, column = _place(tile, row_tiles, column_tiles, BAND)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * _COLUMNS.value, 16])
+    for tile in range(gl.program_id(0), row_tiles * wide_columns, gl.num_programs(0)):
+        row, column = _place(tile, row_tiles, wide_columns, BAND)
         sums = gl.zeros([_HALF, 2 * _COLUMNS], gl.float32, layout)
         for step in range(num_steps):
             stage = count % _STAGES
@@ -101,21 +134,50 @@ def _product_partition(
             count += 1
         sums = warpgroup_mma_wait(0, deps=[sums])
         mbarrier.arrive(free.index((count + _STAGES - 1) % _STAGES), count=1)
-        gate, up = sums.reshape([_HALF, 2, _COLUMNS]).permute([0, 2, 1]).split()
-        values = _gate(gate, up, GELU).to(out_buffer.dtype)
         tma.store_wait(0)  # of the tile before
-        out.store(values)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [row * _ROWS + WHICH * _HALF, column * _COLUMNS], out)
+        _store(sums, out_buffer.index(WHICH), out_desc, row * _ROWS + WHICH * _HALF, column * _COLUMNS, _COLUMNS, GELU)
+
+    # The same memory as the narrow tiles use it.
+    pairs = weight_buffer._reinterpret(dtype, [2 * _STAGES, 4 * _PIECE, _DEPTH], _LAYOUT)
+    pieces = weight_buffer._reinterpret(dtype, [4 * _STAGES, 2 * _PIECE, _DEPTH], _LAYOUT)
+    pair_out = out_buffer._reinterpret(dtype, [4, _HALF, 2 * _PIECE], _LAYOUT).index(2 * WHICH)
+    piece_out = out_buffer._reinterpret(dtype, [8, _HALF, _PIECE], _PIECE_LAYOUT).index(4 * WHICH + 2)
+    pair_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 4 * _PIECE.value, 16])
+    piece_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * _PIECE.value, 16])
+    for tile in range(gl.program_id(0), row_tiles * narrow_columns, gl.num_programs(0)):
+        row, column = _place(tile, row_tiles, narrow_columns, BAND)
+        first = wide_columns * _COLUMNS + column * _NARROW
+        pair_sums = gl.zeros([_HALF, 4 * _PIECE], gl.float32, pair_layout)
+        piece_sums = gl.zeros([_HALF, 2 * _PIECE], gl.float32, piece_layout)
+        for step in range(num_steps):
+            stage = count % _STAGES
+            mbarrier.wait(ready.index(stage), count // _STAGES & 1)
+            x = x_buffer.index(2 * stage + WHICH)
+            one = warpgroup_mma(x, pairs.index(2 * stage).permute((1, 0)), pair_sums, is_async=True)
+            other = warpgroup_mma(x, pieces.index(4 * stage + 2).permute((1, 0)), piece_sums, is_async=True)
+            pair_sums, piece_sums = warpgroup_mma_wait(2, deps=[one, other])
+            mbarrier.arrive(free.index((count + _STAGES - 1) % _STAGES), count=1, pred=step > 0)
+            count += 1
+        pair_sums, piece_sums = warpgroup_mma_wait(0, deps=[pair_sums, piece_sums])
+        mbarrier.arrive(free.index((count + _STAGES - 1) % _STAGES), count=1)
+        tma.store_wait(0)
+        begin = row * _ROWS + WHICH * _HALF
+        _store(pair_sums, pair_out, pair_desc, begin, first, 2 * _PIECE, GELU)
+        _store(piece_sums, piece_out, piece_desc, begin, first + 2 * _PIECE, _PIECE, GELU)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_rows"])
+@gluon.jit(do_not_specialize=["num_rows", "wide_columns", "narrow_columns"])
 def _hopper_gated_kernel(
     x_desc,  # [rows, depth]
     weight_desc,  # [2 * size, depth], gates first
+    weight_piece_desc,
     out_desc,  # [rows, size]
+    out_pair_desc,
+    out_piece_desc,
     num_rows,
+    wide_columns,  # of tiles
+    narrow_columns,
     size,
     depth,
     GELU: gl.constexpr,
@@ -126,19 +188,20 @@ def _hopper_gated_kernel(
     x_buffer = gl.allocate_shared_memory(dtype, [_STAGES, _ROWS, _DEPTH], layout)
     weight_buffer = gl.allocate_shared_memory(dtype, [_STAGES, 2 * _COLUMNS, _DEPTH], layout)
     out_buffer = gl.allocate_shared_memory(dtype, [2, _HALF, _COLUMNS], layout)
-    # The same memory by halves: rows of each group of warps, and gates and ups.
+    # The same memory by halves: rows of each group of warps, and gates and ups; and by pieces of a narrow tile.
     x_halves = x_buffer._reinterpret(dtype, [2 * _STAGES, _HALF, _DEPTH], layout)
     weight_halves = weight_buffer._reinterpret(dtype, [2 * _STAGES, _COLUMNS, _DEPTH], layout)
+    weight_pieces = weight_buffer._reinterpret(dtype, [8 * _STAGES, _PIECE, _DEPTH], layout)
     ready, free = make_barriers(_STAGES, 1), make_barriers(_STAGES, 2)
-    row_tiles, column_tiles = gl.cdiv(num_rows, _ROWS), size // _COLUMNS
+    row_tiles = gl.cdiv(num_rows, _ROWS)
     gl.warp_specialize(
         [
-            (_product_partition, (out_desc, x_halves, weight_buffer, out_buffer, ready, free,
-                                  row_tiles, column_tiles, depth, 0, GELU, BAND)),
-            (_product_partition, (out_desc, x_halves, weight_buffer, out_buffer, ready, free,
-                                  row_tiles, column_tiles, depth, 1, GELU, BAND)),
-            (_copy_partition, (x_desc, weight_desc, x_buffer, weight_halves, ready, free,
-                               row_tiles, column_tiles, size, depth, BAND)),
+            (_product_partition, (out_desc, out_pair_desc, out_piece_desc, x_halves, weight_buffer, out_buffer,
+                                  ready, free, row_tiles, wide_columns, narrow_columns, depth, 0, GELU, BAND)),
+            (_product_partition, (out_desc, out_pair_desc, out_piece_desc, x_halves, weight_buffer, out_buffer,
+                                  ready, free, row_tiles, wide_columns, narrow_columns, depth, 1, GELU, BAND)),
+            (_copy_partition, (x_desc, weight_desc, weight_piece_desc, x_buffer, weight_halves, weight_pieces,
+                               ready, free, row_tiles, wide_columns, narrow_columns, size, depth, BAND)),
         ],
         [4, 1],
         [_PRODUCT_REGISTERS, _COPY_REGISTERS],
@@ -157,20 +220,30 @@ def fits(weight: Tensor) -> bool:
 
 
 def pays(num_rows: int, weight: Tensor) -> bool:
-    """Whether the kernel is faster than a library's product and a gate, as far as was measured.
-
-    With many rows that is where the last wave of tiles is nearly full. Two rows of tiles read each weight once.
-    """
-    num_tiles = _num_tiles(num_rows, weight.shape[0] // 2)
+    """Whether the kernel is faster than a library's product and a gate, as far as was measured."""
+    size = weight.shape[0] // 2
     programs = num_multiprocessors(weight.device)
-    if num_rows > _MANY_ROWS:
-        return num_tiles >= _FULL_WAVES * ceil_divide(num_tiles, programs) * programs
-    return _TWO_ROWS[0] < num_rows <= _TWO_ROWS[1] and 2 * num_tiles >= 3 * programs
+    waves = _num_waves(num_rows, size, programs, columns_of_tiles(num_rows, size, programs))
+    wanted: float = num_rows / _ROWS.value * size / _COLUMNS.value
+    return wanted >= next(least for rows, least in _LEAST_USE if num_rows <= rows) * waves * programs
 
 
-def _num_tiles(num_rows: int, size: int) -> int:
-    tiles: int = ceil_divide(num_rows, _ROWS.value) * size // _COLUMNS.value
-    return tiles
+def columns_of_tiles(num_rows: int, size: int, programs: int) -> tuple[int, int]:
+    """Return how many columns of wide and of narrow tiles end first, run by so many programs."""
+    row_tiles, all_wide = ceil_divide(num_rows, _ROWS.value), size // _COLUMNS.value
+    choices = [(all_wide, 0)]
+    for wide_waves in range(ceil_divide(row_tiles * all_wide, programs)):
+        wide = min(wide_waves * programs // row_tiles, all_wide)
+        choices.append((wide, ceil_divide(size - wide * _COLUMNS.value, _NARROW.value)))
+    return min(choices, key=lambda columns: _num_waves(num_rows, size, programs, columns))
+
+
+def _num_waves(num_rows: int, size: int, programs: int, columns: tuple[int, int]) -> float:
+    """How long these columns take, in times of a wide tile."""
+    row_tiles = ceil_divide(num_rows, _ROWS.value)
+    wide, narrow = (ceil_divide(row_tiles * count, programs) for count in columns)
+    narrow_part: float = _NARROW.value / _COLUMNS.value
+    return wide + narrow * narrow_part
 
 
 def gated_product(x: Tensor, weight: Tensor, *, gelu: bool) -> Tensor:
@@ -179,13 +252,31 @@ def gated_product(x: Tensor, weight: Tensor, *, gelu: bool) -> Tensor:
     size = weight.shape[0] // 2
     assert x.stride(1) == 1 and fits(weight)
     out = x.new_empty(num_rows, size)
-    if num_rows:
-        layout, step = _LAYOUT.value, _DEPTH.value
-        inputs = TensorDescriptor(x, [num_rows, depth], [x.stride(0), 1], [_ROWS.value, step], layout)
-        weights = TensorDescriptor(weight, [2 * size, depth], [depth, 1], [_COLUMNS.value, step], layout)
-        outputs = TensorDescriptor(out, [num_rows, size], [size, 1], [_HALF.value, _COLUMNS.value], layout)
-        programs = min(num_multiprocessors(x.device), _num_tiles(num_rows, size))
-        _hopper_gated_kernel[(programs,)](
-            inputs, weights, outputs, num_rows, size, depth, GELU=gelu, BAND=_BAND, num_warps=4, maxnreg=_REGISTERS
-        )
+    if num_rows == 0:
+        return out
+    programs = num_multiprocessors(x.device)
+    wide, narrow = columns_of_tiles(num_rows, size, programs)
+    programs = min(programs, max(wide, narrow) * ceil_divide(num_rows, _ROWS.value))
+
+    def described(matrix: Tensor, rows: int, columns: int, layout: gl.NVMMASharedLayout) -> TensorDescriptor:
+        return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns], layout)
+
+    layout, depth_step, half, piece = _LAYOUT.value, _DEPTH.value, _HALF.value, _PIECE.value
+    _hopper_gated_kernel[(programs,)](
+        described(x, _ROWS.value, depth_step, layout),
+        described(weight, _COLUMNS.value, depth_step, layout),
+        described(weight, piece, depth_step, layout),
+        described(out, half, _COLUMNS.value, layout),
+        described(out, half, 2 * piece, layout),
+        described(out, half, piece, _PIECE_LAYOUT.value),
+        num_rows,
+        wide,
+        narrow,
+        size,
+        depth,
+        GELU=gelu,
+        BAND=_BAND,
+        num_warps=4,
+        maxnreg=_REGISTERS,
+    )
     return out
