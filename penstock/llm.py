@@ -4,6 +4,7 @@ The same engine, scheduler and text assembly as the server's, without the socket
 """
 
 import asyncio
+import gc
 import operator
 import os
 import time
@@ -194,6 +195,10 @@ class LLM:
         longest = self.config.max_context_tokens
         waiting = sorted(range(len(prompts)), key=lambda index: -(params[index].max_tokens or longest))[::-1]
         limit = self.config.max_running + self.config.max_waiting
+        # What was loaded stays: a full collection need not look through it between two steps.
+        freezes = gc.get_freeze_count() == 0
+        if freezes:
+            gc.freeze()
         try:
             while waiting or open_requests:
                 while waiting and len(open_requests) < limit:
@@ -204,6 +209,8 @@ class LLM:
             self._engine.abort(b"", list(open_requests))
             while self._engine.has_work:
                 self._engine.step()
+            if freezes:
+                gc.unfreeze()
         return [done[index] for index in range(len(prompts))]
 
     def _checked(self, prompt: list[int], params: SamplingParams, name: str) -> Submit:

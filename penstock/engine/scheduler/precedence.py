@@ -42,8 +42,8 @@ def displaced_by(request: RequestState, running: Sequence[RequestState], quantum
         return None
     worst = running[-1].level
     if worst > request.level:
-        tenant = max(_holders(running, worst), key=_counter)
-        return _youngest(running, tenant)
+        below = [other for other in running if other.level == worst and _yields(other, request)]
+        return _youngest(below, max(_holders(below, worst), key=_counter)) if below else None
     if worst < request.level:
         return None
     own = request.account
@@ -63,6 +63,12 @@ def displaced_by(request: RequestState, running: Sequence[RequestState], quantum
     if own.counter - richest.counter <= quantum / own.weight and share_after <= (richest.num_rows - 1) / richest.weight:
         return _youngest(open_rows, richest)
     return None
+
+
+def _yields(running: RequestState, request: RequestState) -> bool:
+    """Whether one that runs at a worse level makes room: not to its own tenant's that is above it by waiting alone."""
+    level = (request.level[0], request.level[1] + request.num_rises)
+    return running.tenant != request.tenant or running.level > level
 
 
 def give_way(ready: Sequence[Ready], quantum: float, now: float) -> Sequence[Ready]:

@@ -67,6 +67,7 @@ class RequestState:
     row: int | None = None
     num_cached_tokens: int = 0  # of the prompt, when it was first admitted
     num_preemptions: int = 0
+    num_rises: int = 0  # levels that it has risen by waiting
     promised_blocks: int = 0  # set aside for it at admission and not yet taken
     queued_tokens: int = 0  # tokens to run before its next one, when it was last queued
     prompt_logprobs: list[float | None] = field(default_factory=list)

@@ -106,6 +106,7 @@ class WaitingQueue:
             self.remove(request)
             self.dismiss(request)
             request.level = (request.level[0], request.level[1] - 1)
+            request.num_rises += 1
             request.account = self.open_account(request.level, request.tenant, weight)
             self.push(request, now)
 

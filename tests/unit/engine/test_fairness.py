@@ -215,6 +215,19 @@ def test_waiting_lifts_a_request_over_a_stream_of_better_ones():
     assert clock.now > 2 * AGEING_SECONDS
 
 
+def test_who_rose_by_waiting_takes_no_row_of_its_own_tenant():
+    clock = VirtualClock()
+    engine = make_engine(max_running=2, max_step_tokens=16, clock=clock)
+    for index in range(6):
+        engine.submit(submit(f"a{index}", "a", 4, 30))
+    finished = []
+    while engine.has_work:
+        clock.now += 1.0
+        finished += [event.request_id for _, event in engine.step() if event.finish is not None]
+    assert finished == [f"a{index}" for index in range(6)]
+    assert clock.now <= 3 * 31 + 2
+
+
 def test_batch_requests_run_when_nobody_else_does_and_give_way_at_once():
     engine = make_engine(max_running=2, max_step_tokens=16)
     for index in range(4):
