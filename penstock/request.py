@@ -33,6 +33,24 @@ class Targets(msgspec.Struct, frozen=True, omit_defaults=True):
 NO_TARGETS = Targets()
 
 
+class TargetOrigin(enum.StrEnum):
+    """Who stated a target."""
+
+    REQUEST = "request"
+    KEY = "key"
+    SERVER = "server"
+
+
+class TargetOrigins(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Who stated each of a request's targets: whoever cannot have one is told where it stands."""
+
+    ttft: TargetOrigin = TargetOrigin.REQUEST
+    time_per_token: TargetOrigin = TargetOrigin.REQUEST
+
+
+OWN_TARGETS = TargetOrigins()
+
+
 class FinishReason(enum.StrEnum):
     """Why a request ended. Exactly one per request."""
 

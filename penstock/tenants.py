@@ -62,7 +62,13 @@ class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     priority: int | None = None
     models: tuple[str, ...] | None = None  # the only ones it may use; None: all
     limits: Limits = Limits()
-    targets: Targets = NO_TARGETS  # where its requests name none
+    # Where its requests name none, and the least time per token that they may ask for.
+    targets: Targets = NO_TARGETS
+
+    @property
+    def are_open(self) -> bool:
+        """Whether they are those of a server without keys, where one tenant's requests may ask for anything."""
+        return self.priority is None
 
 
 class ApiKey(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -37,7 +37,15 @@ from penstock.engine.messages import (
 from penstock.engine.pulse import age_seconds, pulse_path
 from penstock.errors import EngineFailed, EngineUnavailable
 from penstock.protocol.block_events import BlockChanges, BlockSnapshot
-from penstock.request import NO_TARGETS, FinishReason, SamplingParams, Targets, Tier
+from penstock.request import (
+    NO_TARGETS,
+    OWN_TARGETS,
+    FinishReason,
+    SamplingParams,
+    TargetOrigins,
+    Targets,
+    Tier,
+)
 
 _EVENTS_AT_ONCE = 1024  # a few milliseconds' worth
 
@@ -213,8 +221,10 @@ class EngineClient:
         weight: float = 1.0,
         priority: int = 0,
         targets: Targets = NO_TARGETS,
+        target_origins: TargetOrigins = OWN_TARGETS,
         deadline_seconds: float | None = None,
         best_effort: bool = False,
+        has_moved: bool = False,
         tier: Tier = Tier.ONLINE,
         num_answer_tokens: int = 0,
         call_prompts: list[int] | None = None,
@@ -237,8 +247,10 @@ class EngineClient:
                 weight=weight,
                 priority=priority,
                 targets=targets,
+                target_origins=target_origins,
                 deadline_seconds=deadline_seconds,
                 best_effort=best_effort,
+                has_moved=has_moved,
                 tier=tier,
                 num_answer_tokens=num_answer_tokens,
                 call_prompts=call_prompts,

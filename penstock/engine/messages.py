@@ -7,7 +7,15 @@ import msgspec
 
 from penstock.protocol.block_events import BlockChanges, BlockSnapshot
 from penstock.protocol.prompt_note import PromptNote
-from penstock.request import NO_TARGETS, FinishReason, SamplingParams, Targets, Tier
+from penstock.request import (
+    NO_TARGETS,
+    OWN_TARGETS,
+    FinishReason,
+    SamplingParams,
+    TargetOrigins,
+    Targets,
+    Tier,
+)
 
 # ---------------------------------------------------------------- client to engine
 
@@ -25,8 +33,10 @@ class Submit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     weight: float = 1.0  # the tenant's share of a busy engine, against others of its priority
     priority: int = 0  # larger runs earlier
     targets: Targets = NO_TARGETS  # refused if they cannot be met, unless best_effort
+    target_origins: TargetOrigins = OWN_TARGETS
     deadline_seconds: float | None = None  # so long after its arrival it ends, whatever it has got
     best_effort: bool = False  # rather late than refused
+    has_moved: bool = False  # its answer began elsewhere: rather late than refused, but promised what can be kept
     tier: Tier = Tier.ONLINE
     num_answer_tokens: int = 0  # trailing tokens of the prompt that are the beginning of an answer given elsewhere
     # Of a call with several answers the first request stands for all: the lengths of its prompts, each of which gets

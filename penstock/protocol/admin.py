@@ -28,7 +28,7 @@ class KeyLimits(AdminModel):
 
 
 class KeyTargets(AdminModel):
-    """What the key's requests aim for where they do not say so themselves."""
+    """What the key's requests aim for where they do not say so, and the least time per token they may ask for."""
 
     ttft_seconds: float | None = None
     time_per_token_seconds: float | None = None

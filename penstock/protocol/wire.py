@@ -14,10 +14,13 @@ from pydantic_core import ErrorDetails, from_json
 
 from penstock.errors import InvalidParameter, MalformedBody, RequestError, UnsupportedParameter, as_json
 
-# A few bytes of JSON become an object of a hundred in memory, and each wrong one a report: so their number is bounded
-# before anything is read. Counted as bytes, also within texts, which is why the limits are generous.
-MAX_ENTRIES = 2**20  # of lists and objects
-MAX_NODES = 2**18  # lists, objects and names of fields, which cost more
+# A few bytes of JSON become an object of a hundred in memory, and each wrong one a report; and while they are read no
+# other thread runs. So their number is bounded before anything is read. Counted as bytes, also within texts, which is
+# why the limits are generous.
+MAX_ENTRIES = 2**18  # of lists and objects; twice the longest context, where that is more
+_NODE_ENTRIES = 4  # what a list, an object or the name of a field costs, in entries
+_ESCAPES_AN_ENTRY = 2  # characters that are written as escapes
+_COUNTED_BYTES = 2**19  # at once
 _SPARE_FIELDS = 32  # unknown fields of an object that are worth a look at which they are
 
 
@@ -56,9 +59,14 @@ _ADVICE: Mapping[type, str] = MappingProxyType(
 Request = TypeVar("Request", bound=WireModel)
 
 
-def parse_request(kind: type[Request], body: bytes) -> Request:
+def most_entries(longest_context: int) -> int:
+    """Return how many entries a body may have for a model: a list of token ids must fit, and leave room for others."""
+    return max(MAX_ENTRIES, 2 * longest_context)
+
+
+def parse_request(kind: type[Request], body: bytes, *, max_entries: int = MAX_ENTRIES) -> Request:
     """Return the request in `body`. Raises RequestError naming the parameter, the value and what would be right."""
-    _check_number_of_parts(body)
+    _check_number_of_parts(body, max_entries)
     try:
         # NaN and Infinity are no JSON, but many clients write them: the check of their field says more than a parser.
         document = from_json(body, allow_inf_nan=True)
@@ -66,7 +74,7 @@ def parse_request(kind: type[Request], body: bytes) -> Request:
         raise MalformedBody(f"the request body is not valid JSON: {error}") from None
     if not isinstance(document, dict):
         raise MalformedBody("the request body must be a JSON object")
-    if b"\\u0000" in body:
+    if _count(body, b"\\u0000"):
         refuse_nul(document, ())
     for name, harmless in kind.REFUSED.items():
         value = document.pop(name, None)
@@ -97,13 +105,21 @@ def request_error(error: ValidationError, guide: str, within: tuple[str, ...] = 
     return InvalidParameter(param, details["input"], _advice(details))
 
 
-def _check_number_of_parts(body: bytes) -> None:
-    if len(body) < MAX_NODES:
+def _check_number_of_parts(body: bytes, max_entries: int) -> None:
+    max_nodes, max_escapes = max_entries // _NODE_ENTRIES, max_entries * _ESCAPES_AN_ENTRY
+    if len(body) < max_nodes:
         return
-    num_nodes = sum(body.count(mark) for mark in (b"[", b"{", b'":'))
-    if num_nodes > MAX_NODES or body.count(b",") > MAX_ENTRIES:
-        limits = f"{MAX_ENTRIES} entries and {MAX_NODES} lists, objects and fields"
+    num_nodes = sum(_count(body, mark) for mark in (b"[", b"{", b'":'))
+    if num_nodes > max_nodes or _count(body, b",") > max_entries or _count(body, b"\\") > max_escapes:
+        limits = f"{max_entries} entries, {max_nodes} lists, objects and fields, and {max_escapes} escaped characters"
         raise RequestError(f"the request body has too many parts; send one of at most {limits}")
+
+
+def _count(body: bytes, mark: bytes) -> int:
+    """Count a mark in pieces: between two of them others' streams go on."""
+    beyond = len(mark) - 1
+    starts = range(0, len(body), _COUNTED_BYTES)
+    return sum(body.count(mark, start, start + _COUNTED_BYTES + beyond) for start in starts)
 
 
 def refuse_nul(value: object, location: tuple[int | str, ...]) -> None:

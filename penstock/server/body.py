@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope
 
 from penstock.errors import BodyTooLarge
 from penstock.protocol.media_type import check_json
-from penstock.protocol.wire import WireModel, parse_request
+from penstock.protocol.wire import MAX_ENTRIES, WireModel, parse_request
 from penstock.server.claim import Claim
 from penstock.server.endpoint import caller_of
 from penstock.server.text_work import TextWork
@@ -61,10 +61,12 @@ async def read_request(
     max_bytes: int,
     texts: TextWork,
     check: Callable[[], Awaitable[None]] | None = None,
+    *,
+    max_entries: int = MAX_ENTRIES,
 ) -> Wanted:
     """Return the checked body; none at all is as good as an empty object. Raises RequestError, or as `check` does.
 
-    A large body is only parsed where `check` does not raise.
+    A large body is only parsed where `check` does not raise. `max_entries` is what `parse_request` takes.
     """
     if not kind.has_required_fields() and not has_body(request.headers):
         return kind()
@@ -81,5 +83,6 @@ async def read_request(
         if check is not None:
             await check()
         claim = Claim(caller_of(request).tenant)
-        return await texts.run(claim, len(body), partial(parse_request, kind, bytes(body)))
-    return parse_request(kind, bytes(body))
+        parse = partial(parse_request, kind, bytes(body), max_entries=max_entries)
+        return await texts.run(claim, len(body), parse)
+    return parse_request(kind, bytes(body), max_entries=max_entries)

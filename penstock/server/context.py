@@ -15,6 +15,7 @@ from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import EngineUnavailable, UnknownModel
 from penstock.metering.tenancy import Tenancy
 from penstock.protocol.generation import GenerationRequest
+from penstock.protocol.wire import MAX_ENTRIES, most_entries
 from penstock.request import Tier
 from penstock.server.block_feed import BlockFeed
 from penstock.server.chat_template import ChatTemplate
@@ -69,6 +70,11 @@ class ServerContext:
         if tier is Tier.BATCH:
             return agree_on_batch(wanted, caller.terms)
         return agree(wanted, caller.terms, self.config.targets)
+
+    @property
+    def max_entries(self) -> int:
+        """How many entries the body of a request to the model may have."""
+        return MAX_ENTRIES if self.engine.info is None else most_entries(self.engine.info.max_context_tokens)
 
     async def meet_engine(self, caller: Caller) -> EngineInfo:
         """Return what `engine_info` does, or will in a moment."""

@@ -107,15 +107,7 @@ async def begin_answer(
     each = [prompt for prompt in prompts for _ in range(num_choices)]
     assemblers = await _assemblers(context, params, each, begun)
     most_tokens = [_most_tokens(context, caller, prompt, params) for prompt in prompts]
-    most, least = sum(most_tokens), sum(params.fewest_tokens(most) for most in most_tokens)
-    need = Need(
-        input_tokens=sum(len(prompt.token_ids) for prompt in prompts),
-        most_output_tokens=num_choices * most,
-        output_is_stated=params.max_tokens is not None or least == most,
-        least_output_tokens=num_choices * least,
-        num_answers=num_choices * len(prompts),
-        tier=terms.tier,
-    )
+    need = _need(prompts, params, most_tokens, num_choices, terms.tier)
     # The engine knows the end of its own context, but not of a caller's.
     ends_itself = params.max_tokens is None and caller.terms.limits.longest_context is None
     charge = await _admit(context, caller, record, terms, need)
@@ -151,8 +143,10 @@ async def begin_answer(
                     weight=terms.weight,
                     priority=terms.priority,
                     targets=terms.targets,
+                    target_origins=terms.target_origins,
                     deadline_seconds=terms.deadline_seconds,
                     best_effort=terms.best_effort,
+                    has_moved=terms.has_moved,
                     tier=terms.tier,
                     num_answer_tokens=len(so_far),
                     call_prompts=_call_prompts(is_first, prompts, num_choices, begun),
@@ -166,6 +160,21 @@ async def begin_answer(
         raise
     record.num_choices = len(choices)
     return Answer(prompts, choices, charge, context.turns)
+
+
+def _need(
+    prompts: Sequence[Prompt], params: SamplingParams, most_tokens: Sequence[int], num_choices: int, tier: Tier
+) -> Need:
+    """Return what a call reserves; `most_tokens` is how long an answer to each prompt may become."""
+    most, least = sum(most_tokens), sum(params.fewest_tokens(most) for most in most_tokens)
+    return Need(
+        input_tokens=sum(len(prompt.token_ids) for prompt in prompts),
+        most_output_tokens=num_choices * most,
+        output_is_stated=params.max_tokens is not None or least == most,
+        least_output_tokens=num_choices * least,
+        num_answers=num_choices * len(prompts),
+        tier=tier,
+    )
 
 
 def _ended_choice(index: int, prompt: Prompt, assembler: TextAssembler, most_tokens: int) -> Choice:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from penstock.errors import InvalidParameter, UnsupportedParameter
 from penstock.protocol.generation import GenerationRequest
-from penstock.request import MAX_PRIORITY, NO_TARGETS, Targets, Tier
+from penstock.request import MAX_PRIORITY, NO_TARGETS, OWN_TARGETS, TargetOrigin, TargetOrigins, Targets, Tier
 from penstock.tenants import KeyTerms
+
+_ROUNDING = 1.0 - 1e-9  # a key's seconds and a request's milliseconds may differ in the last bit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +20,10 @@ class Terms:
     weight: float = 1.0
     priority: int = 0
     targets: Targets = NO_TARGETS
+    target_origins: TargetOrigins = OWN_TARGETS
     deadline_seconds: float | None = None
     best_effort: bool = False
+    has_moved: bool = False
     tier: Tier = Tier.ONLINE
 
 
@@ -36,14 +40,21 @@ def agree_on_batch(wanted: GenerationRequest, key: KeyTerms) -> Terms:
 def agree(wanted: GenerationRequest, key: KeyTerms, server: Targets) -> Terms:
     """Return the terms of a request. Raises InvalidParameter."""
     own = wanted.wanted_targets()
-    ttft = _first(own.ttft_seconds, key.targets.ttft_seconds, server.ttft_seconds)
-    per_token = _first(own.time_per_token_seconds, key.targets.time_per_token_seconds, server.time_per_token_seconds)
+    ttft, ttft_origin = _stated(own.ttft_seconds, key.targets.ttft_seconds, server.ttft_seconds)
+    if wanted.continue_from is not None:
+        ttft = None  # the caller has had its first token
+    granted, origin = _stated(None, key.targets.time_per_token_seconds, server.time_per_token_seconds)
+    per_token = granted
+    if own.time_per_token_seconds is not None:
+        per_token, origin = _allowed_pace(own.time_per_token_seconds, granted, wanted, key), TargetOrigin.REQUEST
     return Terms(
         weight=key.weight,
         priority=_priority(wanted.priority, key.priority),
         targets=Targets(ttft, per_token),
+        target_origins=TargetOrigins(ttft_origin, origin),
         deadline_seconds=None if wanted.deadline_ms is None else wanted.deadline_ms / 1000,
         best_effort=bool(wanted.best_effort),
+        has_moved=wanted.continue_from is not None,
     )
 
 
@@ -56,5 +67,27 @@ def _priority(wanted: int | None, granted: int | None) -> int:
     return wanted
 
 
-def _first(*values: float | None) -> float | None:
-    return next((value for value in values if value is not None), None)
+def _allowed_pace(asked: float, granted: float | None, wanted: GenerationRequest, key: KeyTerms) -> float | None:
+    """Return the time per token that a request is served with that asks for one itself. Raises InvalidParameter.
+
+    A promised one makes steps shorter for everybody, and keeps its row and others out: with keys nobody takes that for
+    himself.
+    """
+    if key.are_open or wanted.best_effort or (granted is not None and asked >= granted * _ROUNDING):
+        return asked
+    if wanted.continue_from is not None:
+        return None  # promised by another server; here nobody may, and its stream need not end for that
+    right = (
+        "this key was granted none; leave it out or give best_effort, or have targets.time_per_token_seconds set for it"
+    )
+    if granted is not None:
+        right = f"the least that this key may ask for is {granted * 1000:g}; give no less, or best_effort"
+    raise InvalidParameter("targets.time_per_token_ms", asked * 1000, right)
+
+
+def _stated(*values: float | None) -> tuple[float | None, TargetOrigin]:
+    """Return the first value of the request's, its key's and the server's that there is, and whose it is."""
+    for value, origin in zip(values, TargetOrigin, strict=True):
+        if value is not None:
+            return value, origin
+    return None, TargetOrigin.REQUEST

@@ -6,6 +6,7 @@ Its end, its result, the counts, the ledger and the tenant's limits change in on
 not recorded runs again, and its first run leaves no trace. Knows nothing of HTTP or the engine.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ RENEW_SECONDS = 2.0
 # A line that was under way so often when something died is not tried again: it may be the cause.
 MAX_ATTEMPTS = 5
 
+# In one transaction: nobody else writes meanwhile.
 _PAGE_ROWS = 500
 
 # Whether this server works on batches of a tenant and model.
@@ -112,9 +114,11 @@ class BatchWork:
 
     def start(self, held: StoredBatch, rows: Iterator[NewRow]) -> None:
         """Write the lines down and begin. Lines that a holder before had written are replaced. Raises HoldLost."""
-        with self._database.writing() as connection:
-            _lock(connection, held)
-            connection.execute(delete(batch_rows).where(batch_rows.c.batch_id == held.id))
+        for _ in self._slices():
+            with self._database.writing() as connection:
+                _lock(connection, held)
+                if not _remove_rows(connection, held.id):
+                    break
         num_rows = 0
         for page in _pages(rows):
             values = [
@@ -138,9 +142,9 @@ class BatchWork:
         """End a batch whose file is wrong. Raises HoldLost."""
         with self._database.writing() as connection:
             batch = _lock(connection, held)
-            connection.execute(delete(batch_rows).where(batch_rows.c.batch_id == held.id))
             encoded = msgspec.json.encode(errors).decode()
             change_status(connection, batch, "failed", self._database.now(connection), errors=encoded)
+        self._forget_rows(held.id)
 
     # ------------------------------------------------------------ running rows
 
@@ -187,16 +191,20 @@ class BatchWork:
 
     def close(self, held: StoredBatch) -> StoredBatch:
         """End what has not run: it never will. Raises HoldLost."""
-        with self._database.writing() as connection:
-            batch = _lock(connection, held)
-            open_rows = batch_rows.c.state.in_(("waiting", "running")) & (batch_rows.c.batch_id == held.id)
-            unrun = connection.execute(update(batch_rows).where(open_rows).values(state="unrun", body="")).rowcount
-            counted = {"num_failed": batch.num_failed + unrun}
-            if batch.status == "in_progress":
-                change_status(connection, batch, "finalizing", self._database.now(connection), **counted)
-            else:
+        waiting = (batch_rows.c.batch_id == held.id) & (batch_rows.c.state == "waiting")
+        for _ in self._slices():
+            with self._database.writing() as connection:
+                batch = _lock(connection, held)
+                _wait_again(connection, held.id, None, counts=True)
+                some = _beginning(connection, waiting)
+                if some is None:
+                    if batch.status == "in_progress":
+                        change_status(connection, batch, "finalizing", self._database.now(connection))
+                    return _lock(connection, held)
+                unrun = connection.execute(update(batch_rows).where(some).values(state="unrun", body="")).rowcount
+                counted = {"num_failed": batch.num_failed + unrun}
                 connection.execute(update(batches).where(batches.c.id == held.id).values(counted))
-            return _lock(connection, held)
+        raise AssertionError("slices have no end")
 
     def ended_rows(self, held: StoredBatch, *, completed: bool) -> Iterator[EndedRow]:
         """Yield the lines that belong into the output file, or those of the error file, in order."""
@@ -221,7 +229,6 @@ class BatchWork:
             for file in (output, error):
                 if file is not None:
                     complete(connection, *file)
-            connection.execute(delete(batch_rows).where(batch_rows.c.batch_id == held.id))
             names = {
                 "output_file_id": None if output is None else output[0],
                 "error_file_id": None if error is None else error[0],
@@ -229,7 +236,32 @@ class BatchWork:
             change_status(connection, batch, status, self._database.now(connection), **names)
             ended = _lock(connection, held)
         self._database.flush()
+        self._forget_rows(held.id)
         return ended
+
+    def sweep(self) -> None:
+        """Remove lines of batches that have ended, which a killed process left."""
+        ended = ~batches.c.status.in_(OPEN_STATUSES)
+        left = select(batch_rows.c.batch_id).join(batches, batches.c.id == batch_rows.c.batch_id).where(ended)
+        with self._database.reading() as connection:
+            found = connection.execute(left.distinct()).scalars().all()
+        for batch_id in found:
+            self._forget_rows(batch_id)
+
+    def _forget_rows(self, batch_id: str) -> None:
+        """Remove the lines of a batch that has ended."""
+        for _ in self._slices():
+            with self._database.writing() as connection:
+                if not _remove_rows(connection, batch_id):
+                    return
+
+    @staticmethod
+    def _slices() -> Iterator[None]:
+        """Yield before each of many transactions; between two of them those who waited meanwhile come first."""
+        while True:
+            began = time.monotonic()
+            yield
+            time.sleep(time.monotonic() - began)
 
     # ------------------------------------------------------------ holding
 
@@ -276,6 +308,24 @@ def _wait_again(connection: Connection, batch_id: str, lines: Sequence[int] | No
     chosen = (batch_rows.c.batch_id == batch_id) if lines is None else _of(batch_id, lines)
     change = update(batch_rows).where(chosen & (batch_rows.c.state == "running")).values(state="waiting")
     connection.execute(change if counts else change.values(attempts=batch_rows.c.attempts - 1))
+
+
+def _beginning(connection: Connection, chosen: ColumnElement[bool]) -> ColumnElement[bool] | None:
+    """Return what chooses the first of these lines, no more than one transaction should change; None: there are none.
+
+    They must be of one batch, and of one state or of any: so an index has their order.
+    """
+    some = select(batch_rows.c.line).where(chosen).order_by(batch_rows.c.line).limit(_PAGE_ROWS)
+    last = connection.execute(select(func.max(some.subquery().c.line))).scalar_one()
+    return None if last is None else chosen & (batch_rows.c.line <= last)
+
+
+def _remove_rows(connection: Connection, batch_id: str) -> bool:
+    """Remove some lines of a batch; return whether there were any."""
+    some = _beginning(connection, batch_rows.c.batch_id == batch_id)
+    if some is not None:
+        connection.execute(delete(batch_rows).where(some))
+    return some is not None
 
 
 def _end_row(connection: Connection, batch_id: str, end: RowEnd) -> bool:

@@ -6,9 +6,10 @@ Foresees from the cost model, the pace and who stands before it. Changes nothing
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from types import MappingProxyType
 
 from penstock.engine.metrics import QuantileWindow
 from penstock.engine.scheduler.answer_lengths import AnswerLengths
@@ -24,6 +25,7 @@ from penstock.engine.scheduler.scene import Scene, scene_now
 from penstock.engine.scheduler.serving_pace import ServingPace
 from penstock.engine.scheduler.step_times import StepTimes
 from penstock.errors import Overloaded, TargetUnreachable
+from penstock.request import TargetOrigin
 
 # Of a target, what a forecast may use: it errs, and a promise that was made is to be kept.
 _TTFT_PART = 0.85
@@ -48,6 +50,15 @@ _WAY_PART = 0.1
 _WAYS_PART = 0.95
 _MOST_WAY_SECONDS = 0.05
 _WAYS_WINDOW = 100
+# Where a target stands that no request gave.
+_SETTINGS: Mapping[tuple[TargetOrigin, str], str] = MappingProxyType(
+    {
+        (TargetOrigin.KEY, "targets.ttft_ms"): "the key's targets.ttft_seconds",
+        (TargetOrigin.KEY, "targets.time_per_token_ms"): "the key's targets.time_per_token_seconds",
+        (TargetOrigin.SERVER, "targets.ttft_ms"): "the server's --target-ttft-ms",
+        (TargetOrigin.SERVER, "targets.time_per_token_ms"): "the server's --target-time-per-token-ms",
+    }
+)
 # Where no target says how soon a prompt is due: so many times as long as it would take alone.
 _PATIENCE = 8.0
 
@@ -114,7 +125,7 @@ class Admission:
 
     def find_unreachable(self, request: RequestState, load: Load, now: float) -> TargetUnreachable | None:
         """Return what the request asks for that could not be promised even if nothing else were there."""
-        if request.best_effort or not self._times.model.is_trusted:
+        if request.best_effort or request.has_moved or not self._times.model.is_trusted:
             return None
         named_part = self._named_part()
         ttft, time_per_token = request.targets.ttft_seconds, request.targets.time_per_token_seconds
@@ -126,7 +137,8 @@ class Admission:
             if self._times.has_rested_since(request.arrival):
                 need += min(now - request.arrival, longest_way)
             if ttft is not None and need > ttft * _TTFT_PART:
-                return _unreachable("targets.ttft_ms", ttft, enough / _TTFT_PART * named_part)
+                origin = request.target_origins.ttft
+                return _unreachable("targets.ttft_ms", ttft, enough / _TTFT_PART * named_part, origin)
             answer = self._answer_seconds(request, call, call)
             wanted = request.deadline_seconds
             if wanted is not None and need + answer > _deadline_room(request):
@@ -135,7 +147,8 @@ class Admission:
             least = self._times.model.seconds(call)
             if least > time_per_token * _TIME_PER_TOKEN_PART:
                 named = least / _TIME_PER_TOKEN_PART * named_part
-                return _unreachable("targets.time_per_token_ms", time_per_token, named)
+                origin = request.target_origins.time_per_token
+                return _unreachable("targets.time_per_token_ms", time_per_token, named, origin)
         return None
 
     def note_arrival(self, request: RequestState, now: float) -> None:
@@ -155,13 +168,19 @@ class Admission:
         """Return which of the request's terms cannot be kept, if one cannot, in this part of the time there is."""
         if request.best_effort or not self._times.model.is_trusted:
             return None
-        ttft, deadline, tightest = request.targets.ttft_seconds, _deadline_room(request), forecast.tightest_target
+        ttft, deadline = request.targets.ttft_seconds, _deadline_room(request)
         if ttft is not None and forecast.ttft_seconds > ttft * _TTFT_PART * part:
             return "ttft"
         if forecast.ttft_seconds + forecast.answer_seconds > deadline * part:
             return "deadline"
-        longest = math.inf if tightest is None or request.is_batch else tightest * _TIME_PER_TOKEN_PART
-        return "time_per_token" if forecast.token_seconds > longest * part else None
+        return None if self.keeps_pace(request, forecast, part) else "time_per_token"
+
+    def keeps_pace(self, request: RequestState, forecast: Forecast, part: float = 1.0) -> bool:
+        """Whether all keep their time per token with the request beside them, and it its own."""
+        tightest = forecast.tightest_target
+        if tightest is None or request.is_batch or not self._times.model.is_trusted:
+            return True
+        return forecast.token_seconds <= tightest * _TIME_PER_TOKEN_PART * part
 
     def refusal(self, reason: str, request: RequestState, forecast: Forecast, load: Load, now: float) -> Overloaded:
         """Say no, and when the forecast would be a yes."""
@@ -344,11 +363,16 @@ def _refusal_message(reason: str, request: RequestState, forecast: Forecast, lat
     return f"the answer would end after {seconds * 1000:.0f} ms at the soonest, later than its deadline"
 
 
-def _unreachable(param: str, wanted_seconds: float, least_seconds: float) -> TargetUnreachable:
+def _unreachable(
+    param: str, wanted_seconds: float, least_seconds: float, origin: TargetOrigin = TargetOrigin.REQUEST
+) -> TargetUnreachable:
+    stated, advice = param, "give"
+    if origin is not TargetOrigin.REQUEST:
+        stated, advice = _SETTINGS[origin, param], f"give {param} of"
     return TargetUnreachable(
-        f"{param}: {wanted_seconds * 1000:g} ms cannot be kept here, even if nothing else ran; "
-        f"give at least {_named_milliseconds(least_seconds)}, or best_effort",
-        param=param,
+        f"{stated}: {wanted_seconds * 1000:g} ms cannot be kept here, even if nothing else ran; "
+        f"{advice} at least {_named_milliseconds(least_seconds)}, or best_effort",
+        param=param if origin is TargetOrigin.REQUEST else None,
     )
 
 

@@ -17,6 +17,7 @@ class Call:
     num_coming: int
     refusal: PenstockError | None  # of its first request
     tier: int
+    keeps_pace: bool  # or else has moved here, where its time per token cannot be kept
 
 
 class Calls:
@@ -39,7 +40,8 @@ class Calls:
     def begin(self, request: RequestState, refusal: PenstockError | None) -> None:
         """The first request of a call was taken in, or refused."""
         if request.call_answers > 1:
-            self._coming[request.client] = Call(request.call_answers - 1, refusal, request.level[0])
+            keeps_pace = not request.has_lost_pace
+            self._coming[request.client] = Call(request.call_answers - 1, refusal, request.level[0], keeps_pace)
 
     def forget(self, client: bytes) -> None:
         """The client is gone."""

@@ -7,6 +7,7 @@ steps.
 from collections.abc import Callable
 from functools import cache
 
+from penstock.engine.scheduler import promises
 from penstock.engine.scheduler.calls import Calls
 from penstock.engine.scheduler.foresight import Foresight
 from penstock.engine.scheduler.load import Load
@@ -15,6 +16,7 @@ from penstock.engine.scheduler.queue_places import QueuePlaces
 from penstock.engine.scheduler.request_state import RequestState
 from penstock.engine.scheduler.rows import Rows
 from penstock.errors import DeadlineExceeded, Overloaded, PenstockError
+from penstock.request import Targets
 
 # Where nothing is foreseen.
 _GUESSED_SECONDS = 1.0
@@ -47,6 +49,8 @@ class Entrance:
         if call is not None:
             if call.refusal is not None:
                 raise call.refusal.with_traceback(None)
+            if not call.keeps_pace:
+                self._lose_pace(request)
             return
         try:
             self._check_call(request)
@@ -112,7 +116,17 @@ class Entrance:
     def _check_terms(self, request: RequestState, load: Load, foresight: Foresight, now: float) -> None:
         forecast = foresight.admission.forecast(request, load, now)
         request.predicted_ttft = forecast.ttft_seconds if foresight.model.is_trusted else None
+        if request.has_moved:
+            # Its beginning has been sent: late is better than never, and it is no worse than best effort.
+            if not foresight.admission.keeps_pace(request, forecast):
+                self._lose_pace(request)
+            return
         reason = foresight.admission.check(request, forecast)
         if reason is not None:
             self._placement.metrics.num_refused[reason] += 1
             raise foresight.admission.refusal(reason, request, forecast, load, now)
+
+    def _lose_pace(self, request: RequestState) -> None:
+        """Take a request without the time per token that another server promised it, and count that."""
+        promises.note_lost_pace(self._placement.metrics, request)
+        request.targets, request.has_lost_pace = Targets(request.targets.ttft_seconds), True

@@ -21,11 +21,17 @@ def note_end(metrics: EngineMetrics, request: RequestState) -> None:
     target = request.targets.time_per_token_seconds
     first, last = request.first_token_at, request.last_token_at
     if target is not None and not request.best_effort and first is not None and last is not None:
-        num_gaps = request.num_output_tokens - 1
+        num_gaps = request.num_drawn_tokens - 1
         if num_gaps > 0:
             _count(metrics, "time_per_token", (last - first) / num_gaps <= target)
     if request.deadline_seconds is not None and not request.best_effort:
         _count(metrics, "deadline", True)
+
+
+def note_lost_pace(metrics: EngineMetrics, request: RequestState) -> None:
+    """The request goes on without the time per token that it was promised elsewhere."""
+    if request.targets.time_per_token_seconds is not None and not request.best_effort:
+        _count(metrics, "time_per_token", False)
 
 
 def note_deadline(metrics: EngineMetrics, request: RequestState) -> None:

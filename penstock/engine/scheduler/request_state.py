@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from penstock.engine.cache.kv_cache import RequestCache
 from penstock.engine.scheduler.prompt_work import PromptWork
-from penstock.request import NO_TARGETS, SamplingParams, Targets
+from penstock.request import NO_TARGETS, OWN_TARGETS, SamplingParams, TargetOrigins, Targets
 
 # (0 online, 1 batch; minus the priority): smaller goes first.
 LevelKey = tuple[int, int]
@@ -56,8 +56,12 @@ class RequestState:
     tenant: str = ""
     adapter: str = ""
     targets: Targets = NO_TARGETS
+    target_origins: TargetOrigins = OWN_TARGETS
     deadline_seconds: float | None = None  # behind its arrival
     best_effort: bool = False
+    has_moved: bool = False  # its answer began elsewhere
+    has_lost_pace: bool = False  # a time per token that was promised there cannot be kept here
+    num_moved_tokens: int = 0  # of the answer, drawn there
     follows_call: bool = False  # another request stands for it
     call_answers: int = 1  # of the call that it stands for
 
@@ -99,6 +103,11 @@ class RequestState:
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_drawn_tokens(self) -> int:
+        """Tokens of the answer that were drawn here."""
+        return self.num_output_tokens - self.num_moved_tokens
 
     @property
     def runnable(self) -> int:

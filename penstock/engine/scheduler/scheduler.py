@@ -160,6 +160,9 @@ class Scheduler:
             targets=_binding_targets(submit),
             deadline_seconds=submit.deadline_seconds,
             best_effort=submit.best_effort,
+            target_origins=submit.target_origins,
+            has_moved=submit.has_moved,
+            num_moved_tokens=submit.num_answer_tokens,
             follows_call=submit.call_prompts == [],
             call_answers=submit.call_answers,
         )

@@ -152,11 +152,9 @@ class ServingPace(Pace):
         for request in limited:
             target = (request.targets.time_per_token_seconds or 0.0) * _TARGET_PART
             first = request.first_token_at
-            if first is None:  # its first token is under way
-                saved = target
-            else:
-                # By the end of this step it will have drawn so many tokens behind the first.
-                saved = first + (request.num_output_tokens + request.in_flight) * target - start
+            # By the end of this step it will have drawn so many tokens behind the first, which may be under way.
+            num_tokens = request.num_drawn_tokens + request.in_flight
+            saved = target if first is None else first + num_tokens * target - start
             spent = saved if saved < target else target + (saved - target) * _SAVING_PART
             room = min(room, spent)
         return room

@@ -54,16 +54,15 @@ def urgency_of(head: RequestHead, terms: KeyTerms, arrival: float) -> Urgency:
 def with_time_left(body: bytes, urgency: Urgency, now: float, *, has_begun: bool) -> bytes:
     """Return a request as a replica must see it now: what passed since it arrived here is gone.
 
-    An answer that `has_begun` has had its first token in time; it may not be refused for that again.
+    Whoever `has_begun` to answer has sent its first token: a replica that goes on with it asks for none in time, and
+    keeps the time per token as far as it can.
     """
-    if urgency.latest is None:
+    if (urgency.deadline if has_begun else urgency.latest) is None:
         return body
     document = read_document(body)
     if urgency.deadline is not None:
         document["deadline_ms"] = _left_ms(urgency.deadline, now)
-    if has_begun:
-        document["best_effort"] = True
-    elif urgency.first_token_by is not None:
+    if urgency.first_token_by is not None and not has_begun:
         document["targets"] = {**(document.get("targets") or {}), "ttft_ms": _left_ms(urgency.first_token_by, now)}
     return msgspec.json.encode(document)
 

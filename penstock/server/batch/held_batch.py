@@ -31,8 +31,15 @@ _RETRY_SECONDS = 1.0
 _LOOK_SECONDS = 0.25
 # So many begin together: between them the event loop is others'.
 _MOST_LINES = 32
+# A batch whose file was begun to be read by so many holders, none of whom got to its end, is given up.
+_MOST_READINGS = 10
 # A day's tokens may be used up for hours; but a limit may be raised, and the batch cancelled.
 _LONGEST_PAUSE = 30.0
+
+_UNREADABLE = (
+    f"the server failed {_MOST_READINGS} times while it read the input file; create the batch again, "
+    "and tell whoever runs the server if that fails too"
+)
 
 log = logging.getLogger("penstock.batch")
 
@@ -161,6 +168,8 @@ class HeldBatch:
 
     def _read_input(self) -> list[InputError]:
         batch, limit = self.batch, self._context.config.max_body_bytes
+        if batch.term > _MOST_READINGS:
+            return [InputError("file_unreadable", _UNREADABLE)]
         try:
             # Twice, so that not one row is written of a file that is wrong.
             trial = InputFile(self._files.read(batch.input_file_id), batch.endpoint, batch.model, limit)

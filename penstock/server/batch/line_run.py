@@ -115,7 +115,7 @@ async def _begin(
 ) -> tuple[Answer, Reply]:
     kind = ChatRequest if endpoint == "/v1/chat/completions" else CompletionRequest
     # Bodies may be megabytes: others' streams go on meanwhile.
-    parse = partial(parse_request, kind, body.encode())
+    parse = partial(parse_request, kind, body.encode(), max_entries=context.max_entries)
     wanted = await context.texts.run(Claim(caller.tenant, Tier.BATCH), len(body), parse)
     if wanted.wants_stream:
         raise UnsupportedParameter("stream", wanted.stream, "leave it out of a batch")

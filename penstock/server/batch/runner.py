@@ -129,7 +129,8 @@ class BatchRunner:
     async def _sweep(self) -> None:
         if time.monotonic() - self._swept_at > _SWEEP_SECONDS:
             self._swept_at = time.monotonic()
-            await asyncio.get_running_loop().run_in_executor(self._threads, self._files.sweep)
+            for sweep in (self._files.sweep, self._work.sweep):
+                await asyncio.get_running_loop().run_in_executor(self._threads, sweep)
 
     def _is_ours(self, tenant: str, model: str | None) -> bool:
         """Whether the model is served here, and its tenant known. What names no model anybody may turn down."""

@@ -27,7 +27,12 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
     async def create(request: Request) -> Response:
         record, caller = record_of(request), caller_of(request)
         chat = await read_request(
-            request, ChatRequest, context.config.max_body_bytes, context.texts, partial(check_limits, context, caller)
+            request,
+            ChatRequest,
+            context.config.max_body_bytes,
+            context.texts,
+            partial(check_limits, context, caller),
+            max_entries=context.max_entries,
         )
         frames = request.headers.get(FRAMES_HEADER)
         answer, reply, is_framed = await begin_chat(context, caller, record, chat, frames=frames)

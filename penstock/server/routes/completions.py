@@ -33,6 +33,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
             context.config.max_body_bytes,
             context.texts,
             partial(check_limits, context, caller),
+            max_entries=context.max_entries,
         )
         frames = request.headers.get(FRAMES_HEADER)
         answer, reply, is_framed = await begin_completion(context, caller, record, wanted, frames=frames)

@@ -35,7 +35,9 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
         return await context.texts.run(claim, num_tokens * _TOKEN_CHARACTERS, response)
 
     async def tokenize(request: Request) -> Response:
-        wanted = await read_request(request, TokenizeRequest, context.config.max_body_bytes, context.texts)
+        wanted = await read_request(
+            request, TokenizeRequest, context.config.max_body_bytes, context.texts, max_entries=context.max_entries
+        )
         check_model(request, wanted.model)
         wanted.check_combinations()
         info, claim = await context.meet_engine(caller_of(request)), Claim(caller_of(request).tenant)
@@ -52,7 +54,9 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
         return await in_turn(claim, len(token_ids), response)
 
     async def detokenize(request: Request) -> Response:
-        wanted = await read_request(request, DetokenizeRequest, context.config.max_body_bytes, context.texts)
+        wanted = await read_request(
+            request, DetokenizeRequest, context.config.max_body_bytes, context.texts, max_entries=context.max_entries
+        )
         check_model(request, wanted.model)
         limit = (await context.meet_engine(caller_of(request))).max_context_tokens
         if len(wanted.tokens) > limit:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.scheduler.cost_model import StepShape
 from penstock.errors import DeadlineExceeded, Overloaded, TargetUnreachable
-from penstock.request import FinishReason, Targets
+from penstock.request import FinishReason, TargetOrigin, TargetOrigins, Targets
 from tests.fakes.virtual_engine import H200_LLAMA_8B, VirtualEngine, percentile, request
 
 TARGETS = Targets(ttft_seconds=0.5, time_per_token_seconds=0.03)
@@ -198,6 +198,61 @@ def test_an_idle_engine_keeps_a_term_or_names_the_least_that_it_could_keep(name,
     assert not second.refused
     engine.run([])
     assert second.last is not None and second.last.finish is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("origin", "targets", "setting", "param"),
+    [
+        (TargetOrigin.KEY, Targets(0.001), "the key's targets.ttft_seconds: 1 ms", "targets.ttft_ms"),
+        (
+            TargetOrigin.KEY,
+            Targets(None, 0.001),
+            "the key's targets.time_per_token_seconds: 1 ms",
+            "targets.time_per_token_ms",
+        ),
+        (
+            TargetOrigin.SERVER,
+            Targets(None, 0.001),
+            "the server's --target-time-per-token-ms: 1 ms",
+            "targets.time_per_token_ms",
+        ),
+    ],
+)
+def test_a_target_that_the_request_did_not_state_is_told_by_where_it_stands(origin, targets, setting, param):
+    engine, origins = VirtualEngine(known=H200_LLAMA_8B), TargetOrigins(origin, origin)
+    refused = engine.submit(request("a", targets=targets, target_origins=origins))
+    assert refused.last is not None and refused.last.error is not None
+    assert refused.last.error.startswith(setting)
+    assert f"give {param} of at least" in refused.last.error
+    assert refused.last.error_param is None  # nothing that the caller sent is wrong
+
+
+def test_a_moved_answer_keeps_the_time_per_token_that_it_was_promised():
+    """As many tokens drawn elsewhere are no time that was saved here."""
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    pace = Targets(time_per_token_seconds=0.012)
+    moved = request("moved", prompt=600, answer=564, targets=pace, has_moved=True, num_answer_tokens=500)
+    others = [request(f"{index}", 0.03 * index, prompt=2000, answer=4) for index in range(20)]
+    outcomes = engine.run([moved, *others])
+    assert outcomes["moved"].time_per_token <= 0.012
+    assert engine.engine.stats().promises["time_per_token"] == {"kept": 1, "broken": 0}
+
+
+@pytest.mark.parametrize("num_answers", [1, 3])
+def test_a_moved_answer_goes_on_where_its_time_per_token_cannot_be_kept_and_that_is_counted(num_answers):
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    pace, terms = Targets(time_per_token_seconds=0.001), [{}]
+    if num_answers > 1:
+        terms = [{"call_prompts": [100] * num_answers, "call_answers": num_answers}]
+        terms += [{"call_prompts": []}] * (num_answers - 1)
+    moved = [
+        engine.submit(request(f"{index}", targets=pace, has_moved=True, num_answer_tokens=4, **share))
+        for index, share in enumerate(terms)
+    ]
+    stranger = engine.submit(request("stranger", targets=Targets(time_per_token_seconds=0.02)))
+    engine.run([])
+    assert all(one.last is not None and one.last.finish is FinishReason.LENGTH for one in [*moved, stranger])
+    assert engine.engine.stats().promises["time_per_token"] == {"kept": 1, "broken": num_answers}
 
 
 def call(engine, prefix, num_answers, **fields):

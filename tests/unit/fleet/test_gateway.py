@@ -536,6 +536,21 @@ async def test_both_replicas_of_a_moved_stream_get_one_seed():
         assert bad.headers[-1][FRAMES_HEADER] in [headers[FRAMES_HEADER] for headers in good.headers]
 
 
+async def test_a_moved_stream_keeps_what_was_promised_behind_its_first_token():
+    wish = {"targets": {"ttft_ms": 40_000, "time_per_token_ms": 50}, "deadline_ms": 50_000}
+    async with (
+        FakeReplica(answer=framed("a", "b", fails_after=1)).running() as bad,
+        FakeReplica(answer=framed("a", "b")).running() as good,
+        running_gateway(bad, good) as running,
+    ):
+        while not bad.received:
+            await running.ask(stream=True, **wish)
+        (moved,) = [body for body in good.received if "continue_from" in body]
+        assert moved["targets"]["time_per_token_ms"] == 50
+        assert moved["deadline_ms"] < 50_000
+        assert "best_effort" not in moved
+
+
 async def test_a_stream_whose_only_replica_dies_goes_on_when_it_is_back():
     words = ("one ", "two ", "three")
     queue = msgspec.structs.replace(QUICK.queue, hold_seconds=60.0)

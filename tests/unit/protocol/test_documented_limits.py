@@ -18,7 +18,7 @@ from penstock.protocol.labels import MAX_LABELS
 from penstock.protocol.openai_batches import MAX_CUSTOM_ID_CHARACTERS, MAX_LINES
 from penstock.protocol.openai_chat import MAX_MESSAGES, MAX_PARTS, ChatRequest
 from penstock.protocol.openai_completions import DEFAULT_MAX_TOKENS, CompletionRequest
-from penstock.protocol.wire import MAX_ENTRIES, MAX_NODES
+from penstock.protocol.wire import MAX_ENTRIES
 from penstock.request import MAX_COUNT, MAX_LOGPROBS, MAX_PRIORITY
 from penstock.tenants import LARGEST_WEIGHT, LEAST_WEIGHT, MAX_OVERLAP_SECONDS
 
@@ -82,7 +82,7 @@ def test_a_parameters_row_tells_its_limit(parameter, limit):
         ("Admin routes", [MAX_OVERLAP_SECONDS]),
         ("Through a gateway", [MAX_CONTINUED]),
         ("Batches", [MAX_LINES, MAX_LABELS, MAX_CUSTOM_ID_CHARACTERS]),
-        ("Parameters", [MAX_ENTRIES, MAX_NODES]),
+        ("Parameters", [MAX_ENTRIES, MAX_ENTRIES // 4, MAX_ENTRIES * 2]),
     ],
 )
 def test_a_section_tells_the_limits_of_what_it_describes(section, limits):

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from penstock.errors import InvalidParameter, RequestError, UnsupportedParameter
+from penstock.errors import InvalidParameter, MalformedBody, RequestError, UnsupportedParameter
 from penstock.protocol import wire
 from penstock.protocol.openai_chat import ChatRequest
 from penstock.protocol.openai_completions import CompletionRequest
 from penstock.protocol.tokenize import DetokenizeRequest, TokenizeRequest
-from penstock.protocol.wire import parse_request
+from penstock.protocol.wire import most_entries, parse_request
 
 USER = {"role": "user", "content": "x"}
 
@@ -146,6 +146,7 @@ CROWDED = {
     "numbers": b'{"messages": [' + b"1," * 3 * MANY + b"1]}",
     "fields": b'{"messages": [{' + b'"a":1,' * MANY + b'"a":1}]}',
     "lists": b'{"messages": [' + b"[1]," * MANY + b"[1]]}",
+    "escapes": b'{"messages": "' + rb"\n" * 2 * MANY + b'"}',
 }
 
 
@@ -154,6 +155,22 @@ def test_a_body_of_far_too_many_parts_is_refused_before_it_is_read(body, monkeyp
     monkeypatch.setattr(wire, "from_json", None)
     with pytest.raises(RequestError, match="too many parts"):
         parse_request(ChatRequest, body)
+
+
+@pytest.mark.parametrize("at", [0, 2**19 - 2, 2**19 - 1])
+def test_parts_are_counted_once_also_where_one_lies_over_the_end_of_what_is_counted_at_once(at):
+    body = b"x" * at + b'":' * 2**16
+    with pytest.raises(MalformedBody):
+        parse_request(ChatRequest, body)
+    with pytest.raises(RequestError, match="too many parts"):
+        parse_request(ChatRequest, body + b'":')
+
+
+def test_a_list_of_token_ids_that_fits_the_context_is_read():
+    body = json.dumps({"model": "m", "prompt": [1] * 300_000}).encode()
+    with pytest.raises(RequestError, match="at most 262144 entries"):
+        parse_request(CompletionRequest, body, max_entries=most_entries(131_072))
+    assert len(parse_request(CompletionRequest, body, max_entries=most_entries(300_000)).prompt[0]) == 300_000
 
 
 FIELDS = {str(number): "" for number in range(2000)}

@@ -9,11 +9,12 @@ import pytest
 from penstock.engine.messages import EngineStats, TokenEvent
 from penstock.errors import EngineFailed
 from penstock.request import FinishReason, Tier
-from penstock.server.batch import window
+from penstock.server.batch import held_batch, window
 from penstock.server.batch.held_batch import HeldBatch
 from penstock.server.batch.line_run import count_answers
 from penstock.server.batch.runner import POLL_SECONDS, BatchRunner
 from penstock.server.batch.window import FEWEST, MOST, Window
+from penstock.store import batch_work
 from penstock.store.batch_work import MAX_ATTEMPTS, BatchWork
 from penstock.store.database import Database
 from penstock.store.keys import KeyStore
@@ -252,6 +253,32 @@ async def test_a_batch_that_nobody_can_work_on_keeps_no_other_from_running(tmp_p
         await until(lambda: broken in reads)
         assert (await desk.ended(await desk.start(line("b"))))["request_counts"]["completed"] == 1
         assert reads.count(broken) == 1, "it is tried again when its hold has run out"
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_batch_whose_file_nobody_gets_to_the_end_of_is_given_up_with_a_reason(
+    tmp_path, monkeypatch, is_cancelled
+):
+    reads = []
+
+    def fail(*args):
+        reads.append(args)
+        raise RuntimeError("nobody foresaw this")
+
+    monkeypatch.setattr(held_batch, "InputFile", fail)
+    monkeypatch.setattr(batch_work, "HOLD_SECONDS", 0.0)
+    async with running_desk(tmp_path) as desk:
+        batch_id = await desk.start(line("a"))
+        if is_cancelled:
+            await desk.call("POST", f"/batches/{batch_id}/cancel")
+        ended = await desk.ended(batch_id)
+    assert len(reads) == 10
+    if is_cancelled:
+        assert ended["status"] == "cancelled"
+    else:
+        (error,) = ended["errors"]["data"]
+        assert (ended["status"], error["code"]) == ("failed", "file_unreadable")
+        assert "nobody foresaw" not in error["message"]
 
 
 async def test_a_line_larger_than_the_days_tokens_is_told(tmp_path):

@@ -8,7 +8,7 @@ from penstock.engine.messages import TokenEvent
 from penstock.errors import InvalidParameter
 from penstock.protocol.openai_completions import CompletionRequest
 from penstock.protocol.wire import parse_request
-from penstock.request import NO_TARGETS, FinishReason, Targets, Tier
+from penstock.request import NO_TARGETS, FinishReason, TargetOrigin, TargetOrigins, Targets, Tier
 from penstock.server.terms import Terms, agree
 from penstock.tenants import KeyTerms
 from tests.unit.server.conftest import running_service
@@ -22,7 +22,10 @@ def wanted(**fields):
 def test_the_request_is_heard_before_its_key_and_that_before_the_server():
     server, key = Targets(1.0, 0.05), KeyTerms(weight=2.0, priority=3, targets=Targets(0.5, None))
     assert agree(wanted(), KeyTerms(), server).targets == Targets(1.0, 0.05)
-    assert agree(wanted(), key, server) == Terms(weight=2.0, priority=3, targets=Targets(0.5, 0.05))
+    origins = TargetOrigins(TargetOrigin.KEY, TargetOrigin.SERVER)
+    assert agree(wanted(), key, server) == Terms(
+        weight=2.0, priority=3, targets=Targets(0.5, 0.05), target_origins=origins
+    )
     asked = wanted(targets={"ttft_ms": 200, "time_per_token_ms": 20}, priority=-1, deadline_ms=1500, best_effort=True)
     assert agree(asked, key, server) == Terms(
         weight=2.0, priority=-1, targets=Targets(0.2, 0.02), deadline_seconds=1.5, best_effort=True, tier=Tier.ONLINE
@@ -33,6 +36,47 @@ def test_nobody_asks_for_more_than_its_key_allows():
     with pytest.raises(InvalidParameter, match="priority: 4 is not usable; give an integer from -10 to 3"):
         agree(wanted(priority=4), KeyTerms(priority=3), NO_TARGETS)
     assert agree(wanted(priority=10), KeyTerms(), NO_TARGETS).priority == 10
+
+
+@pytest.mark.parametrize(
+    ("key", "server", "asked_ms", "right"),
+    [
+        (Targets(), None, 1000, "this key was granted none"),
+        (Targets(time_per_token_seconds=0.03), None, 29.9, "the least that this key may ask for is 30"),
+        (Targets(time_per_token_seconds=0.03), 0.01, 29.9, "the least that this key may ask for is 30"),
+        (Targets(), 0.05, 40, "the least that this key may ask for is 50"),
+    ],
+)
+def test_no_key_asks_for_a_time_per_token_that_nobody_granted_it(key, server, asked_ms, right):
+    terms, targets = KeyTerms(priority=0, targets=key), Targets(time_per_token_seconds=server)
+    asked = {"time_per_token_ms": asked_ms}
+    with pytest.raises(InvalidParameter, match=right) as refused:
+        agree(wanted(targets=asked), terms, targets)
+    assert refused.value.param == "targets.time_per_token_ms"
+    late = agree(wanted(targets=asked, best_effort=True), terms, targets)
+    assert late.best_effort and late.targets.time_per_token_seconds == asked_ms / 1000
+
+
+@pytest.mark.parametrize("asked_ms", [25.3, 40])
+def test_a_key_asks_for_the_time_per_token_that_it_was_granted_or_a_longer_one(asked_ms):
+    terms = KeyTerms(priority=0, targets=Targets(time_per_token_seconds=0.0253))
+    agreed = agree(wanted(targets={"time_per_token_ms": asked_ms}), terms, NO_TARGETS)
+    assert agreed.targets == Targets(None, asked_ms / 1000)
+
+
+def test_a_server_without_keys_grants_any_time_per_token():
+    agreed = agree(wanted(targets={"time_per_token_ms": 1}), KeyTerms(), Targets(None, 0.05))
+    assert agreed.targets == Targets(None, 0.001)
+
+
+def test_an_answer_that_goes_on_here_has_had_its_first_token():
+    moved = {"id": "cmpl-1", "created": 1, "token_ids": [[5]]}
+    terms = KeyTerms(priority=0, targets=Targets(0.5, 0.03))
+    agreed = agree(wanted(stream=True, continue_from=moved), terms, Targets(0.2, None))
+    assert (agreed.targets, agreed.best_effort, agreed.has_moved) == (Targets(None, 0.03), False, True)
+    # A server that grants less than the one which promised does not end the stream for that.
+    asked = wanted(stream=True, continue_from=moved, targets={"time_per_token_ms": 20})
+    assert agree(asked, terms, NO_TARGETS).targets == NO_TARGETS
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sqlalchemy import func, select
 
 from penstock.errors import BatchNotFound, RequestError, StorageFull, UploadNotFound
+from penstock.store import batch_work
 from penstock.store import batches as batches_module
 from penstock.store import files as files_module
 from penstock.store.batch_work import HOLD_SECONDS, BatchWork, HoldLost, NewRow, RowEnd
@@ -18,7 +19,7 @@ from penstock.store.batches import BatchStore, InputError, NewBatch
 from penstock.store.database import Database
 from penstock.store.files import CHUNK_BYTES, FileStore
 from penstock.store.ledger import UsageLedger, day_of
-from penstock.store.schema import file_chunks
+from penstock.store.schema import batch_rows, file_chunks
 from penstock.store.schema import files as stored_files
 from penstock.tenants import Usage
 from tests.unit.store.conftest import NOON, Clock
@@ -226,6 +227,58 @@ def test_a_batch_whose_window_ended_is_expired(store, work, clock, sqlite_databa
     clock.now += WINDOW_SECONDS
     assert work.renew(held)[1]
     assert finished(store, work, FileStore(sqlite_database), held).status == "expired"
+
+
+def count_rows(database):
+    with database.reading() as connection:
+        return connection.execute(select(func.count()).select_from(batch_rows)).scalar_one()
+
+
+def watch_rows(database, monkeypatch):
+    """Return how many open lines, and lines at all, there are after each transaction from now on."""
+    writing, counts = Database.writing, []
+
+    @contextlib.contextmanager
+    def look_after(database):
+        with writing(database) as connection:
+            yield connection
+        with database.reading() as connection:
+            states = connection.execute(select(batch_rows.c.state)).scalars().all()
+            counts.append((sum(state in ("waiting", "running") for state in states), len(states)))
+
+    monkeypatch.setattr(Database, "writing", look_after)
+    monkeypatch.setattr(batch_work, "_PAGE_ROWS", 4)
+    return counts
+
+
+@pytest.mark.parametrize("how", ["closed", "rejected", "read again"])
+def test_many_lines_end_in_many_small_transactions(store, work, sqlite_database, monkeypatch, how):
+    held = started(store, work, count=19)
+    work.claim(held, 3)
+    counts = watch_rows(sqlite_database, monkeypatch)
+    if how == "closed":
+        ended = finished(store, work, FileStore(sqlite_database), held)
+        assert (ended.status, ended.num_failed) == ("expired", 19)
+    elif how == "rejected":
+        work.reject(held, [InputError("wrong", "it is wrong")])
+    else:
+        work.start(held, rows(2))
+    steps = zip([(19, 19), *counts], counts, strict=False)
+    assert all(before - after <= 4 for pair in steps for before, after in zip(*pair, strict=True))
+    assert count_rows(sqlite_database) == (2 if how == "read again" else 0)
+
+
+def test_lines_that_a_killed_process_left_behind_an_ended_batch_are_swept_away(
+    store, work, sqlite_database, monkeypatch
+):
+    held, kept = started(store, work), started(store, work, tenant="bob")
+    with monkeypatch.context() as patched:
+        patched.setattr(BatchWork, "_forget_rows", lambda *_: None)  # killed before
+        finished(store, work, FileStore(sqlite_database), held)
+    assert count_rows(sqlite_database) == 6
+    work.sweep()
+    assert count_rows(sqlite_database) == 3
+    assert len(work.claim(kept, 5)) == 3
 
 
 def test_a_tenant_has_only_so_many_open_batches(store, monkeypatch):
