@@ -6,6 +6,7 @@ Never sees a prompt or an answer: only identities, counts, seconds and outcomes.
 import datetime
 import json
 import logging
+import operator
 import sys
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TextIO
@@ -43,6 +44,9 @@ class RequestRecord:
 
 
 _RECORD_FIELDS = tuple(field.name for field in fields(RequestRecord) if field.name != "arrival")
+_PLAIN_FIELDS = tuple(name for name in _RECORD_FIELDS if name not in _GENERATION_FIELDS)  # of what made no answer
+_read_record, _read_plain = operator.attrgetter(*_RECORD_FIELDS), operator.attrgetter(*_PLAIN_FIELDS)
+_write_json = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
 def configure_logging(log_format: LogFormat, *, process: str, stream: TextIO | None = None) -> None:
@@ -52,6 +56,8 @@ def configure_logging(log_format: LogFormat, *, process: str, stream: TextIO | N
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
+    # No line tells these, and finding them out takes longer than writing one.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     # Its start and stop lines say what ours say; its per-request lines are replaced by `log_request`.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
@@ -64,12 +70,22 @@ def log_event(logger: logging.Logger, message: str, *, level: int = logging.INFO
 
 def log_request(record: RequestRecord) -> None:
     """Write a request's line: what it asked for, what it cost and how it ended."""
-    values: dict[str, Any] = {}
-    for name in _RECORD_FIELDS:
-        value = getattr(record, name)
-        if value not in ("", None) and (record.num_choices or name not in _GENERATION_FIELDS):
-            values[name] = round(value, 6) if isinstance(value, float) else value
-    log_event(logging.getLogger(_ACCESS_LOGGER), "request", level=logging.INFO, **values)
+    logger = logging.getLogger(_ACCESS_LOGGER)
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    if record.num_choices:
+        found = zip(_RECORD_FIELDS, _read_record(record), strict=True)
+    else:
+        found = zip(_PLAIN_FIELDS, _read_plain(record), strict=True)
+    # One for every request: made here, because the logger would look for the line of code that it comes from.
+    line = logging.LogRecord(_ACCESS_LOGGER, logging.INFO, "", 0, "request", None, None)
+    values = {
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in found
+        if value is not None and value != ""
+    }
+    setattr(line, _FIELDS, values)
+    logger.handle(line)
 
 
 def _time(record: logging.LogRecord) -> str:
@@ -93,7 +109,7 @@ class _JsonLines(logging.Formatter):
         line.update(getattr(record, _FIELDS, {}))
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return _write_json(line)
 
 
 class _TextLines(logging.Formatter):

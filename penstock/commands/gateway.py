@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,6 +50,9 @@ def run(sourced: Sourced, wanted: Wanted) -> int:
         try:
             listener, admin = listen(config.host, config.port), listen_for_admin(config.admin, folder)
             config = prepare_store(config)
+            # What was imported stays: a full collection need not look through all of it, which holds up every stream.
+            gc.collect()
+            gc.freeze()
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_serve(config, fleet, listener, admin))
         finally:

@@ -13,6 +13,7 @@ from penstock.fleet.router.query import RouteQuery
 
 _SPACE = 2**64
 _UNNAMED = RolloutSection()
+_ONLY_VERSION = (_UNNAMED.stable,)
 
 
 class VersionSplit:
@@ -38,6 +39,8 @@ class VersionSplit:
 
     def versions_for(self, query: RouteQuery) -> tuple[str, ...]:
         """Return the versions that may answer, the wanted one first; where it has no place, the next is as good."""
+        if not (self._sections or self._rollouts or query.version):
+            return _ONLY_VERSION
         rollout = self._rollouts.get(query.model)
         stable = stable_of(self.section_of(query.model), rollout)
         wanted = self._pinned(query, rollout) or self._drawn(query, rollout) or stable

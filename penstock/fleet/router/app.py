@@ -293,7 +293,7 @@ def _front_door(context: GatewayContext) -> Middleware:
         record = _open_record(request)
         request[RECORD] = record
         try:
-            with context.open_requests.entered():
+            with context.open_requests:
                 response = await _answered_while_open(request, handler, context.open_requests)
             record.status = response.status
             if not (response.prepared or request.content.is_eof()):

@@ -22,6 +22,8 @@ from penstock.protocol.errors import reply_for
 _END_OF_HEAD = b"\r\n\r\n"
 _BACKLOG = 1024
 _MAX_HEADERS = 1024  # within the size of a head
+# Responses are mappings as well, and to ask of what kind one is takes long.
+_USUAL_RESPONSES = frozenset({web.StreamResponse, web.Response})
 
 log = logging.getLogger("penstock.gateway")
 
@@ -209,6 +211,8 @@ class _Handler(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
+        if type(resp) in _USUAL_RESPONSES:
+            return await super().finish_response(request, resp, start_time)
         if isinstance(resp, web.HTTPException):  # raised before any of our code was asked
             resp = Refusal(RequestError("the request could not be understood"))
         if not isinstance(resp, Refusal):
@@ -299,13 +303,13 @@ class GuardedSite(web.BaseSite):
 
 async def read_body(request: web.Request, max_bytes: int, connections: Connections) -> bytes:
     """Return a request's body. Raises BodyTooLarge, or RequestTimeout for one that comes too slowly."""
-    if (request.content_length or 0) > max_bytes:
-        raise BodyTooLarge(max_bytes)
     content = request.content
     # Nearly always it has come with its head.
     data = content.read_nowait()
-    pieces, size = [data], len(data)
-    clock = None if content.at_eof() else BodyClock(request, connections)
+    pieces, size, is_whole = [data], len(data), content.at_eof()
+    if not is_whole and (request.content_length or 0) > max_bytes:
+        raise BodyTooLarge(max_bytes)
+    clock = None if is_whole else BodyClock(request, connections)
     try:
         while clock is not None and (data := await clock.next()):
             size += len(data)

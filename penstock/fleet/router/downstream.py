@@ -26,6 +26,7 @@ class Downstream:
         self.was_slow = False  # the caller once took long to read
         self._request = request
         self._writer = writer
+        self._held = b""
 
     async def write(self, data: bytes) -> None:
         """Send what there is; returns when there is room for more. Raises ClientGone."""
@@ -36,9 +37,14 @@ class Downstream:
             raise ClientGone from None
         self.was_slow = self.was_slow or time.monotonic() - began > _SLOW_SECONDS
 
+    def hold(self, data: bytes) -> None:
+        """Have what comes last leave together with the end."""
+        self._held += data
+
     async def end(self) -> None:
+        held, self._held = self._held, b""
         try:
-            await self.response.write_eof()
+            await self.response.write_eof(held)
         except ConnectionError:
             raise ClientGone from None
 
@@ -47,7 +53,7 @@ class Downstream:
         if self.response.content_type != _EVENTS:
             self.cut()
             return
-        await self.write(b"\n\ndata: %b\n\n" % error)  # the line breaks end an event that broke off
+        self.hold(b"\n\ndata: %b\n\n" % error)  # the line breaks end an event that broke off
         await self.end()
 
     def cut(self) -> None:

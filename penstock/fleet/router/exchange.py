@@ -64,7 +64,8 @@ class Exchange:
     def answer_headers(self, upstream: Answer) -> CIMultiDict[str]:
         """Return the head of what the caller gets of a replica's answer."""
         headers = response_headers(upstream.headers)
-        headers.update(self.account.headers)
+        if told := self.account.headers:
+            headers.update(told)
         return self._signed(headers)
 
     def error_response(self) -> web.Response:

@@ -64,7 +64,7 @@ class FramedStream:
     async def follow(self, placement: Placement, upstream: Answer) -> None:
         """Pass frames on until the last, or until the replica fails."""
         breaker, reader = placement.replica.breaker, self.reader
-        self.num_tokens_before = self.num_tokens
+        self.num_tokens_before = self.num_tokens if self.has_begun else 0
         told = upstream.headers.get(FRAMES_HEADER, NO_LEASE)
         self.lease = told if told != NO_LEASE else None
         came = False
@@ -78,7 +78,9 @@ class FramedStream:
                             self._head = _chunk_head(events)  # or nobody could go on behind it
                         self._first_at = self._first_at or time.monotonic()
                         breaker.on_answer()
-                    if passed := events if self._sift is None else self._sift(events):
+                    if self._sift is None and reader.finished:
+                        self._downstream.hold(events)  # it ends at once
+                    elif passed := events if self._sift is None else self._sift(events):
                         await self._downstream.write(passed)
                     if self._scored is not None:
                         self._scored.keep(events)

@@ -4,28 +4,25 @@ Knows nothing of HTTP.
 """
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 
 class OpenRequests:
-    """Each is a task of its own."""
+    """Each is a task of its own, and counts while it is within this as a context."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
         self.is_over = False  # the drain is: whoever is cancelled now is so by us, and not because its caller left
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Count the task that runs as a request."""
+    def __enter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        try:
-            yield
-        finally:
-            self._tasks.discard(task)
+
+    def __exit__(self, *_: object) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.discard(task)
 
     async def drain(self, seconds: float, last_seconds: float) -> None:
         """Wait until there is none, for so long; then cancel the rest, who have a moment for their last words."""

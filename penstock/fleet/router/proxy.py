@@ -184,7 +184,7 @@ class Proxy:
                     if await self._is_final(exchange, placement, upstream):
                         return exchange.error_response()
                     return None
-                if upstream.is_encoded and upstream.status < 400 and exchange.is_booked_here:
+                if exchange.is_booked_here and upstream.status < 400 and upstream.is_encoded:
                     replica.breaker.on_failure("it compresses answers, though it is asked not to")
                     unread = EngineFailed("a replica compressed its answer, so that nobody could read what it cost")
                     self._note_failure(exchange, placement, reply_for(unread))

@@ -65,7 +65,7 @@ class RequestHead(msgspec.Struct, frozen=True):
     def wants_usage(self) -> bool:
         """Whether a stream's last chunk is to tell what it cost."""
         options = self.stream_options
-        return isinstance(options, Mapping) and bool(options.get("include_usage"))
+        return options is not None and isinstance(options, Mapping) and bool(options.get("include_usage"))
 
 
 def _is_count(value: Any) -> bool:

@@ -37,8 +37,9 @@ PLAIN = Urgency()
 
 def urgency_of(head: RequestHead, terms: KeyTerms, arrival: float) -> Urgency:
     """Return what a request that arrived at `arrival` wants."""
-    targets = head.targets if isinstance(head.targets, Mapping) else {}
-    ttft = _seconds(targets.get("ttft_ms")) or terms.targets.ttft_seconds
+    wanted = head.targets
+    told = _seconds(wanted.get("ttft_ms")) if wanted is not None and isinstance(wanted, Mapping) else None
+    ttft = told or terms.targets.ttft_seconds
     if head.best_effort is True:
         ttft = None  # rather late than refused
     deadline = _seconds(head.deadline_ms)
@@ -78,6 +79,8 @@ def _priority(wanted: Any, granted: int | None) -> int:
 
 
 def _seconds(milliseconds: Any) -> float | None:
-    if isinstance(milliseconds, bool) or not isinstance(milliseconds, int | float) or not 0 < milliseconds < 1e12:
+    if milliseconds is None or isinstance(milliseconds, bool) or not isinstance(milliseconds, int | float):
+        return None
+    if not 0 < milliseconds < 1e12:
         return None
     return milliseconds / 1000

@@ -17,6 +17,7 @@ class LeastLoaded(Policy):
         fewest = min(counts)
         # Equals take turns, or an idle fleet's first replica would get everything.
         equals = [replica for replica, count in zip(candidates, counts, strict=True) if count == fewest]
-        equals.sort(key=lambda replica: replica.url)
+        if len(equals) > 1:
+            equals.sort(key=lambda replica: replica.url)
         self._turn += 1
         return Choice(equals[self._turn % len(equals)], f"has {fewest:g} requests, fewest of {len(candidates)}")
