@@ -18,14 +18,18 @@ from penstock.engine.timeline import Timeline, process_started
 from penstock.engine.tokenizer import Tokenizer
 from penstock.run_folder import run_folder
 from penstock.server import config as server_config
+from penstock.server.engine_watch import Patience
 from penstock.server.supervisor import ENGINE_MODULE, Supervisor
 
 _BEGINNING = "The capital of France is"
 _AMPLE_CONTEXT_TOKENS = 2048  # whatever a chat template adds to a question, an answer fits as well
 
 
-def run(sourced: Sourced, *, engine_module: str = ENGINE_MODULE) -> int:
-    """Serve until told to stop; return the exit status. `engine_module` is what the engine process runs."""
+def run(sourced: Sourced, *, engine_module: str = ENGINE_MODULE, patience: Patience | None = None) -> int:
+    """Serve until told to stop; return the exit status.
+
+    `engine_module` is what the engine process runs, and `patience` what is had with one that stands still.
+    """
     timeline = Timeline(process_started())
     config, _ = server_config.resolve(sourced)
     telemetry.configure_logging(config.log_format, process="supervisor")
@@ -53,6 +57,7 @@ def run(sourced: Sourced, *, engine_module: str = ENGINE_MODULE) -> int:
                 on_ready=announce,
                 on_progress=bar.show,
                 engine_module=engine_module,
+                patience=patience,
             )
             return await supervisor.run()
 

@@ -24,6 +24,7 @@ from penstock.engine.timeline import Timeline
 from penstock.errors import PenstockError
 from penstock.models.store import ModelFiles
 from penstock.server.config import ServerConfig
+from penstock.server.engine_watch import LOOK_SECONDS, EngineWatch, Patience
 from penstock.server.listeners import joined, listen, listen_for_admin, remove_socket
 from penstock.server.registration import Registrations
 from penstock.server.restarts import Restarts
@@ -59,6 +60,7 @@ class Supervisor:
         on_ready: Callable[["Supervisor"], None],
         on_progress: Callable[[Progress], None],
         engine_module: str = ENGINE_MODULE,
+        patience: Patience | None = None,
     ) -> None:
         self.config = config
         self.timeline = timeline
@@ -67,6 +69,7 @@ class Supervisor:
         self._on_ready = on_ready
         self._on_progress = on_progress
         self._engine_module = engine_module
+        self._patience = patience or Patience()
         self._folder = folder
         self._listener = listen(config.host, config.port)
         self._admin = listen_for_admin(config.admin, self._folder)
@@ -175,8 +178,18 @@ class Supervisor:
             stdout=asyncio.subprocess.PIPE,
         )
         self._engine = engine
+        watching = asyncio.create_task(self._watch(engine))
         before = self._client.info.epoch if self._client is not None and self._client.info is not None else None
-        await _feed(engine, encode_setup(setup))
+        try:
+            await _feed(engine, encode_setup(setup))
+            await self._follow(engine)
+        finally:
+            watching.cancel()
+        assert self._client is not None
+        return self._client.info is not None and self._client.info.epoch != before
+
+    async def _follow(self, engine: asyncio.subprocess.Process) -> None:
+        """Take in what an engine says of its start; return when it has ended."""
         assert engine.stdout is not None
         async for line in engine.stdout:
             notice = decode_notice(line)
@@ -185,8 +198,15 @@ class Supervisor:
             else:
                 self._on_progress(notice)
         await engine.wait()
+
+    async def _watch(self, engine: asyncio.subprocess.Process) -> None:
+        """End an engine that stands still for good: then it has died, and all else follows."""
         assert self._client is not None
-        return self._client.info is not None and self._client.info.epoch != before
+        watch = EngineWatch(self._client, self._patience)
+        while (why := watch.look()) is None:  # noqa: ASYNC110 - another process's state has no event
+            await asyncio.sleep(LOOK_SECONDS)
+        log_event(log, "the engine is given up and ended", level=logging.ERROR, reason=why)
+        _signal(engine, signal.SIGKILL)
 
     # ------------------------------------------------------------ API workers
 

@@ -9,7 +9,7 @@ import torch
 from penstock.engine.builder import BuiltEngine, build_engine
 from penstock.engine.process import main
 
-RAISE, RUN_OUT_OF_MEMORY, GIVE_NAN, CORRUPT_CACHE, BE_SLOW = range(500, 505)
+RAISE, RUN_OUT_OF_MEMORY, GIVE_NAN, CORRUPT_CACHE, BE_SLOW, HANG = range(500, 506)
 
 
 def build(*given: object, **named: object) -> BuiltEngine:
@@ -25,6 +25,8 @@ def build(*given: object, **named: object) -> BuiltEngine:
             raise torch.OutOfMemoryError("injected")
         if BE_SLOW in met:
             time.sleep(0.2)
+        if HANG in met:
+            time.sleep(3600)
         hidden = forward(token_ids, positions, attention)
         hidden[token_ids == GIVE_NAN] = float("nan")
         if CORRUPT_CACHE in met:

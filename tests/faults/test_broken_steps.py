@@ -1,12 +1,14 @@
 """Steps that raise, run out of memory or give no numbers: who was in them hears of it, everybody else goes on."""
 
 import asyncio
+import os
+import signal
 
 import httpx
 import pytest
 
 from tests.faults.caller import call, completion_body
-from tests.faults.faulty_engine import BE_SLOW, CORRUPT_CACHE, GIVE_NAN, RAISE, RUN_OUT_OF_MEMORY
+from tests.faults.faulty_engine import BE_SLOW, CORRUPT_CACHE, GIVE_NAN, HANG, RAISE, RUN_OUT_OF_MEMORY
 from tests.server_process import until
 
 
@@ -74,3 +76,30 @@ def test_a_corrupted_cache_is_caught_told_and_emptied(faulty_server):
     assert any("penstock.canary" in line or "nobody wrote" in line for line in faulty_server.lines)
     until(lambda: faulty_server.get("/ready")[0] == 200, 10, "readiness")
     assert ask(faulty_server, prompt).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+async def is_replaced(server, calls, dead):
+    """Wait until the engine `dead` has been given up, and another serves."""
+    assert {outcome.code for outcome in await asyncio.gather(*calls)} == {"engine_failed"}
+    await asyncio.to_thread(until, lambda: server.get("/ready")[0] == 200, 60, "the engine's return")
+    assert server.child("tests.faults.faulty_engine") != dead
+    assert ask(server).status_code == 200
+    assert server.get("/live")[0] == 200
+
+
+async def test_an_engine_that_stands_still_for_good_is_replaced_and_its_streams_end_with_a_typed_error(faulty_server):
+    slow = completion_body(prompt=[BE_SLOW], max_tokens=60, logit_bias={str(BE_SLOW): 100})
+    calls = [asyncio.create_task(call(faulty_server.url, slow)) for _ in range(2)]
+    await asyncio.to_thread(
+        until, lambda: faulty_server.metric("penstock_total_running_requests") == 2, 10, "two running requests"
+    )
+    engine = faulty_server.child("tests.faults.faulty_engine")
+    os.kill(engine, signal.SIGSTOP)
+    await is_replaced(faulty_server, calls, engine)
+
+
+@pytest.mark.faults
+async def test_an_engine_that_never_ends_a_step_is_replaced_too(faulty_server):
+    engine = faulty_server.child("tests.faults.faulty_engine")
+    call_that_hangs = asyncio.create_task(call(faulty_server.url, completion_body(prompt=[5, HANG])))
+    await is_replaced(faulty_server, [call_that_hangs], engine)
