@@ -29,11 +29,11 @@ NUM_REPLICAS = 4
 NUM_LINES = 3000
 NUM_REQUESTS = 250
 SCALE = 32  # tokens of the trace that become one
-# How fast the trace passes follows the machine: routed in turn, it is all that the engines get done.
-LOAD = 1.0
+# How fast the trace passes follows the machine: routed in turn, it is so much of what the engines get done.
+LOAD = 1.1
 FULL_SPEED_CONCURRENCY = 2 * NUM_REPLICAS  # no engine is ever idle
-MAX_DRIFT = 1.25  # of the machine's speed while it measures, or the policies did not have the same load
-NUM_TRIES = 4
+MAX_DRIFT = 1.2  # of the machine's speed while it measures, or the policies did not have the same load
+NUM_TRIES = 5
 
 
 def gateway_over(servers: list[ServerProcess], policy: str) -> GatewayProcess:

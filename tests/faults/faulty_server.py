@@ -9,7 +9,7 @@ from penstock.commands.serve import run
 from penstock.config import gather
 from penstock.server.engine_watch import Patience
 
-PATIENCE = Patience(still_seconds=2.0, step_seconds=5.0)
+PATIENCE = Patience(still_seconds=3.0, step_seconds=5.0)
 
 if __name__ == "__main__":
     words, given = sys.argv[2:], {}
