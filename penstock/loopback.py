@@ -9,6 +9,9 @@ from collections.abc import Mapping
 
 from penstock.errors import NotPermitted
 
+# What is listened on to be found at every address: of both kinds, or of IPv4 alone.
+ANY_ADDRESS, ANY_IPV4_ADDRESS = "::", "0.0.0.0"
+
 _READING_METHODS = ("GET", "HEAD")
 
 
@@ -20,6 +23,11 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False  # a name may point anywhere
+
+
+def local_address(host: str) -> str:
+    """Return where a program on this computer finds what listens on `host`."""
+    return "127.0.0.1" if host in (ANY_ADDRESS, ANY_IPV4_ADDRESS) else host
 
 
 def check_open_call(method: str, headers: Mapping[str, str], own_address: str | None) -> None:

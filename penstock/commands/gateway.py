@@ -16,6 +16,7 @@ from penstock.config import Sourced
 from penstock.fleet.config import FleetConfig
 from penstock.fleet.fleet_file import check_key_files, check_not_itself, read_fleet
 from penstock.fleet.gateway import Gateway
+from penstock.loopback import local_address
 from penstock.metering.counts import StoreCounts
 from penstock.metering.tenancy import Tenancy
 from penstock.run_folder import run_folder
@@ -111,11 +112,11 @@ async def _stop(gateway: Gateway, leaving: asyncio.Event) -> None:
 def _announce(gateway: Gateway, listener: socket.socket, admin: socket.socket) -> None:
     console = Console()
     host, port = listener.getsockname()[:2]
-    address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     name = admin.getsockname()
     where = f"unix:{name}" if admin.family == socket.AF_UNIX else f"http://{joined(*name[:2])}"
     num_up = sum(replica.is_up for replica in gateway.pool)
-    console.print(f"Gateway: http://{joined(address, port)}/v1", soft_wrap=True, highlight=False, markup=False)
+    url = f"http://{joined(local_address(host), port)}"
+    console.print(f"Gateway: {url}/v1", soft_wrap=True, highlight=False, markup=False)
     console.print(f"Admin:   {where}", soft_wrap=True, highlight=False, markup=False)
     console.print(
         f"Ready:   {num_up} of {len(gateway.pool)} replicas; models: {', '.join(sorted(gateway.pool.models())) or '–'}",

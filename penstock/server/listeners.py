@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 
 from penstock.errors import ConfigError
+from penstock.loopback import ANY_ADDRESS, ANY_IPV4_ADDRESS
 from penstock.server.config import admin_address
 
 
@@ -57,9 +58,13 @@ def remove_socket(wanted: str | None) -> None:
 
 def listen(host: str, port: int, *, option: str = "--port") -> socket.socket:
     """Bind before anything costly starts: a taken port is told at once."""
+    if host == ANY_ADDRESS and not socket.has_dualstack_ipv6():
+        host = ANY_IPV4_ADDRESS  # which is every address of a machine that knows no other kind
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if host == ANY_ADDRESS:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     try:
         listener.bind((host, port))
     except OSError as error:

@@ -13,7 +13,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from penstock.errors import ConfigError, RemoteError
-from penstock.loopback import is_loopback
+from penstock.loopback import ANY_ADDRESS, ANY_IPV4_ADDRESS, is_loopback, local_address
 from penstock.telemetry import log_event
 
 _UNIX = "unix:"
@@ -22,7 +22,6 @@ _RETRY_SECONDS = 1.0
 _LEAVE_SECONDS = 2.0
 _BEATS_PER_LEASE = 3  # so that one missed time costs nothing
 _PATH = "/admin/replicas"
-_ANY_ADDRESS = ("0.0.0.0", "::")
 _REASONS = {
     401: "it needs an API key with admin = true in PENSTOCK_API_KEY",
     403: "the key in PENSTOCK_API_KEY is not one with admin = true",
@@ -138,13 +137,13 @@ class Registration:
 
     def _url(self) -> str:
         """Return where the gateway finds this server."""
-        host = self._own_address() if self._host in _ANY_ADDRESS else self._host
+        host = self._own_address() if self._host in (ANY_ADDRESS, ANY_IPV4_ADDRESS) else self._host
         return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
 
     def _own_address(self) -> str:
         """Return the address of this machine on the way to the gateway."""
         if self._gateway.startswith(_UNIX):
-            return "127.0.0.1" if self._host == "0.0.0.0" else "::1"
+            return local_address(self._host)
         parts = urlsplit(self._gateway)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         try:

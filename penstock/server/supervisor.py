@@ -22,6 +22,7 @@ from penstock.engine.client import EngineClient
 from penstock.engine.setup import EngineSetup, Progress, Refused, decode_notice
 from penstock.engine.timeline import Timeline
 from penstock.errors import PenstockError
+from penstock.loopback import local_address
 from penstock.models.store import ModelFiles
 from penstock.server.config import ServerConfig
 from penstock.server.engine_watch import LOOK_SECONDS, EngineWatch, Patience
@@ -86,8 +87,7 @@ class Supervisor:
     def url(self) -> str:
         """Where a client on this machine finds the server."""
         host, port = self._listener.getsockname()[:2]
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        return f"http://{joined(host, port)}"
+        return f"http://{joined(local_address(host), port)}"
 
     @property
     def admin_url(self) -> str:
@@ -287,7 +287,7 @@ class Supervisor:
         info = await self._client.wait_ready()
         self.timeline.extend(info.timeline)
         host, port = self._listener.getsockname()[:2]
-        while not await _answers(host, port, "/ready"):  # noqa: ASYNC110 - another process's state has no event
+        while not await _answers(local_address(host), port, "/ready"):  # noqa: ASYNC110 - another process's state has no event
             await asyncio.sleep(0.05)
         self.timeline.mark("API workers")
         self._on_ready(self)

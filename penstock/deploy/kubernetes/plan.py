@@ -86,7 +86,7 @@ def make_plan(sourced: Sourced, fleet_file: Path | None, flags: Mapping[str, Any
     refuse_local_options(sourced.options, settings, CACHE_FOLDER)
     texts = _named_files(sourced.options)
     own: dict[str, Any] = {
-        "host": "0.0.0.0",
+        "host": "::",  # whichever kind of addresses the cluster has
         "port": SERVER_PORT,
         "cache_dir": CACHE_FOLDER,
         "log_format": "json",

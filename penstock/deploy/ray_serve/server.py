@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,8 @@ from penstock.fleet.config import HealthSection, ReplicaEntry
 from penstock.fleet.replica import Replica, ReplicaPool
 from penstock.fleet.router.health import HealthMonitor
 from penstock.fleet.router.upstream import new_session
+from penstock.loopback import local_address
+from penstock.server.listeners import listen
 from penstock.stop_signals import OWNERS_SIGNAL
 
 _START_POLL_SECONDS = 0.2
@@ -48,11 +49,10 @@ class LeashedServer:
             env=environ,
             start_new_session=True,
         )
-        address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self.port = port
         pool = ReplicaPool(_HEALTH)
         self.session: aiohttp.ClientSession = new_session(_HEALTH)
-        self.replica: Replica = pool.add("own", ReplicaEntry(url=_url(address, port), key_file=key_file))
+        self.replica: Replica = pool.add("own", ReplicaEntry(url=_url(local_address(host), port), key_file=key_file))
         self._monitor = HealthMonitor(pool, self.session, lambda: None)
 
     async def start(self, seconds: float) -> None:
@@ -97,7 +97,6 @@ def _url(host: str, port: int) -> str:
 
 def _free_port(host: str) -> int:
     """Return a port that is free now. Should another take it first, the server ends, and its actor is started again."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
+    with listen(host, 0) as probe:
         port: int = probe.getsockname()[1]
         return port

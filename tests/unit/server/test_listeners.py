@@ -6,6 +6,7 @@ import stat
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.loopback import local_address
 from penstock.server.listeners import joined, listen, listen_for_admin, remove_socket
 
 
@@ -50,3 +51,16 @@ def test_a_file_that_is_no_socket_is_left_alone(tmp_path):
 def test_an_address_is_joined_as_urls_have_it():
     assert joined("127.0.0.1", 80) == "127.0.0.1:80"
     assert joined("::1", 80) == "[::1]:80"
+
+
+def test_any_address_is_of_either_kind():
+    with listen("::", 0) as listener:
+        port = listener.getsockname()[1]
+        for address in [local_address("::"), *(["::1"] if socket.has_dualstack_ipv6() else [])]:
+            socket.create_connection((address, port), 5).close()
+
+
+def test_without_ipv6_any_address_is_every_one_of_ipv4(monkeypatch):
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    with listen("::", 0) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"

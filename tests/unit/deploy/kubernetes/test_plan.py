@@ -34,7 +34,7 @@ def test_a_server_in_the_cluster_has_the_options_that_were_given(tmp_path):
 
 def test_what_the_cluster_decides_is_not_taken_from_this_machine(tmp_path):
     options = everything(tmp_path).options
-    assert (options.host, options.port, options.log_format) == ("0.0.0.0", 8000, "json")
+    assert (options.host, options.port, options.log_format) == ("::", 8000, "json")
     assert options.cache_dir == "/var/cache/penstock"
 
 
@@ -90,7 +90,7 @@ def test_a_fleet_that_says_where_replicas_are_is_left_as_it_is(tmp_path):
 
 def test_the_gateway_takes_its_options(tmp_path):
     options = gather({}, environ={}, file=written(tmp_path, everything(tmp_path).gateway_files, "gateway.toml")).options
-    assert (options.port, options.drain_seconds, options.host) == (8080, 90.5, "0.0.0.0")
+    assert (options.port, options.drain_seconds, options.host) == (8080, 90.5, "::")
 
 
 @pytest.mark.parametrize(("option", "setting"), [("store", "store_secret"), ("keys", "keys_secret")])
