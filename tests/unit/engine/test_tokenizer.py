@@ -446,6 +446,13 @@ def test_a_damaged_tokenizer_file_is_refused_with_its_name(tmp_path: Path) -> No
         Tokenizer.load(files)
 
 
+def test_gits_pointer_to_a_tokenizer_file_says_how_to_get_the_file(tmp_path: Path) -> None:
+    files = write_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 98\n")
+    with pytest.raises(ModelError, match=r"tokenizer\.json: .*`git lfs pull`"):
+        Tokenizer.load(files)
+
+
 def test_a_decoder_that_is_not_understood_is_refused(tmp_path: Path) -> None:
     backend = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
     backend.decoder = decoders.WordPiece()
