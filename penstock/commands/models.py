@@ -18,6 +18,7 @@ class ListedModel:
     name: str
     num_bytes: int  # on disk, or to fetch where `path` is None
     path: str | None
+    revision: str | None = None  # of a hub model
 
 
 def pull(options: Options) -> int:
@@ -46,7 +47,9 @@ def fetch(options: Options) -> store.ModelFiles:
 
 def list_models(cache_dir: str | None) -> list[ListedModel]:
     """Return the fetched models, then the aliases that are not."""
-    fetched = [ListedModel(item.name, item.num_bytes, str(item.path)) for item in store.installed(cache_dir)]
+    fetched = [
+        ListedModel(item.name, item.num_bytes, str(item.path), item.revision) for item in store.installed(cache_dir)
+    ]
     names = {item.name for item in fetched}
     return fetched + [
         ListedModel(name, wheel.wheel_bytes, None) for name, wheel in store.ALIASES.items() if name not in names
@@ -56,15 +59,22 @@ def list_models(cache_dir: str | None) -> list[ListedModel]:
 def show(options: Options, *, as_json: bool) -> int:
     listed = list_models(options.cache_dir)
     if as_json:
-        document = [{"name": item.name, "bytes": item.num_bytes, "path": item.path} for item in listed]
+        document = [
+            {"name": item.name, "revision": item.revision, "bytes": item.num_bytes, "path": item.path}
+            for item in listed
+        ]
         print(json.dumps(document, indent=2))
         return 0
     table = Table(box=None, pad_edge=False, header_style="bold")
+    has_revisions = any(item.revision for item in listed)
     table.add_column("model")
+    if has_revisions:
+        table.add_column("revision", overflow="fold")
     table.add_column("size", justify="right")
     table.add_column("where", overflow="fold")
     for item in listed:
         where = item.path or f"not fetched: penstock pull {item.name}"
-        table.add_row(Text(item.name), f"{item.num_bytes / 1e6:.0f} MB", Text(where))
+        revision = [Text(item.revision or "")] if has_revisions else []
+        table.add_row(Text(item.name), *revision, f"{item.num_bytes / 1e6:.0f} MB", Text(where))
     print_table(table)
     return 0

@@ -7,8 +7,9 @@ Two kinds exist: byte-level BPE ("gpt2"), whose `pre` names how text is split be
 from typing import NoReturn
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 
+from penstock.engine.word_splits import WORD_SPLITS, WordSplit
 from penstock.errors import ModelError
 from penstock.models.end_tokens import gguf_token_id
 from penstock.models.gguf import GgufFile
@@ -17,23 +18,7 @@ SPACE_MARK = "\u2581"  # SentencePiece's visible space
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
-# The patterns are part of each model's definition: another split gives other ids.
-_LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
-
-_SPLITS = {
-    "gpt-2": "gpt-2",
-    "default": "gpt-2",
-    "smollm": "digits",
-    "llama-bpe": "llama3",
-    "llama3": "llama3",
-    "llama-v3": "llama3",
-    "qwen2": "qwen2",
-}
-
+_LLAMA3_BEGIN = "<|begin_of_text|>"
 # Phi-3's tokens swallow the white space behind them, but for these. Files do not say so; the architecture tells.
 _PHI3_PLAIN = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
@@ -61,23 +46,14 @@ class _Builder:
         else:
             self._refuse(f"model is {kind!r}; supported are gpt2 and llama")
         self._add_tokens(backend)
-        self._add_frame(backend, default_bos=kind == "llama" or self._split() == "llama3")
+        self._add_frame(backend, default_bos=kind == "llama" or self._split().begins_texts)
         return backend
 
     def _byte_level(self) -> tokenizers.Tokenizer:
         split = self._split()
-        # Llama 3 takes a word that is a token as it is, even where merges would not lead to it.
-        backend = self._bpe(self._merges(), ignore_merges=split == "llama3")
-        bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        if split == "gpt-2":
-            backend.pre_tokenizer = gpt2
-        elif split == "digits":
-            backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
-        else:
-            pattern = Regex(_QWEN2_PATTERN if split == "qwen2" else _LLAMA3_PATTERN)
-            backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), bytes_only])
-        if split == "qwen2":
+        backend = self._bpe(self._merges(), ignore_merges=split.keeps_known_words)
+        backend.pre_tokenizer = split.pre_tokenizer()
+        if split.composes_accents:
             backend.normalizer = normalizers.NFC()
         backend.decoder = decoders.ByteLevel()
         return backend
@@ -176,11 +152,17 @@ class _Builder:
             ],
         )
 
-    def _split(self) -> str:
-        name = self._metadata.get("tokenizer.ggml.pre", "default")
-        if not isinstance(name, str) or name not in _SPLITS:
-            self._refuse(f"pre is {name!r}; supported are: {', '.join(_SPLITS)}")
-        return _SPLITS[name]
+    def _split(self) -> WordSplit:
+        name = self._metadata.get("tokenizer.ggml.pre") or self._usual_split()
+        if not isinstance(name, str) or name not in WORD_SPLITS:
+            self._refuse(f"pre is {name!r}; supported are: {', '.join(WORD_SPLITS)}")
+        return WORD_SPLITS[name]
+
+    def _usual_split(self) -> str:
+        """How models of the file's kind split, for files older than the key."""
+        if str(self._metadata.get("general.architecture")).startswith("qwen"):
+            return "qwen2"
+        return "llama-bpe" if _LLAMA3_BEGIN in self.tokens else "default"
 
     def _token_id(self, key: str) -> int | None:
         value = gguf_token_id(self._metadata, key)

@@ -18,6 +18,7 @@ from penstock.engine import gguf_vocabulary
 from penstock.engine.gguf_vocabulary import SPACE_MARK
 from penstock.errors import InvalidParameter, ModelError
 from penstock.models.end_tokens import gguf_end_token_ids, gguf_token_id
+from penstock.models.file_map import refuse_pointer
 from penstock.models.gguf import GgufFile
 from penstock.models.registry import read_json
 from penstock.models.store import ModelFiles
@@ -400,6 +401,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing narrower
+        refuse_pointer(file)
         raise ModelError(f"it cannot be read as a tokenizer: {error}", file=str(file)) from error
     settings = _read_object(folder / "special_tokens_map.json") | _read_object(folder / "tokenizer_config.json")
     return Tokenizer(

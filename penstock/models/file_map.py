@@ -13,6 +13,7 @@ from penstock.errors import ModelError, ModelNotFound
 
 # Where the platform has it: a file larger than memory can be mapped although the mapping is private.
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0)
+_POINTER = b"version https://git-lfs."
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:
@@ -24,6 +25,7 @@ def map_file(path: Path) -> NDArray[np.uint8]:
         with path.open("rb") as file:
             if path.stat().st_size == 0:
                 raise ModelError("the file is empty; fetch it again", file=str(path))
+            refuse_pointer(path)
             mapped = mmap.mmap(
                 file.fileno(), 0, flags=mmap.MAP_PRIVATE | _NO_RESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
             )
@@ -32,3 +34,15 @@ def map_file(path: Path) -> NDArray[np.uint8]:
     except OSError as error:
         raise ModelError(f"the file cannot be read ({error.strerror})", file=str(path)) from error
     return np.frombuffer(mapped, dtype=np.uint8)
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise ModelError where the file is what Git leaves in place of a large one."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_POINTER))
+    except OSError:
+        return  # whoever reads all of it says what is wrong
+    if start == _POINTER:
+        advice = "run `git lfs install` and `git lfs pull` in its folder"
+        raise ModelError(f"this is Git's pointer to the file, not the file: {advice}", file=str(path))

@@ -59,6 +59,7 @@ class InstalledModel:
     name: str  # what to give to `penstock serve`
     path: Path
     num_bytes: int
+    revision: str | None = None  # of a hub model, as `--revision` takes it
 
 
 def cache_folder(cache_dir: str | Path | None = None) -> Path:
@@ -128,10 +129,25 @@ def installed(cache_dir: str | Path | None = None) -> list[InstalledModel]:
 
 def _of_snapshot(snapshot: Path) -> list[InstalledModel]:
     name = snapshot.parent.parent.name.removeprefix("models--").replace("--", "/")
-    weights = _weights_of(snapshot)
-    whole = [InstalledModel(name, snapshot, sum(file.stat().st_size for file in weights))] if weights else []
-    ggufs = filter(Path.is_file, sorted(snapshot.rglob("*.gguf")))
-    return whole + [InstalledModel(f"{name}/{file.relative_to(snapshot)}", file, file.stat().st_size) for file in ggufs]
+    weights, ggufs = _weights_of(snapshot), [file for file in sorted(snapshot.rglob("*.gguf")) if file.is_file()]
+    if not weights and not ggufs:
+        return []
+    revision = _revision_of(snapshot)
+    found = [InstalledModel(name, snapshot, sum(file.stat().st_size for file in weights), revision)] if weights else []
+    for file in ggufs:
+        found.append(InstalledModel(f"{name}/{file.relative_to(snapshot)}", file, file.stat().st_size, revision))
+    return found
+
+
+def _revision_of(snapshot: Path) -> str:
+    """The branch or tag that was last seen at a snapshot's commit, main before others; else the commit."""
+    references = snapshot.parent.parent / "refs"
+    names = [
+        file.relative_to(references).as_posix()
+        for file in sorted(references.rglob("*"))
+        if file.is_file() and file.read_bytes().strip() == snapshot.name.encode()
+    ]
+    return "main" if "main" in names else next(iter(names), snapshot.name)
 
 
 def _weights_of(snapshot: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, Engine, Table, create_engine, event, func, in
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
-from sqlalchemy.pool import QueuePool
+from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable
 from penstock.home_folder import expand_home
@@ -40,6 +40,8 @@ class Database:
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self._engine = engine
         self._clock = clock
+        self._is_closed = False
+        event.listen(engine, "checkin", self._take_back)
         self.identity = ""  # unlike any other store's, and the same for everybody on this one
         self.fleet_secret = ""  # by which servers and gateways on this store know each other
 
@@ -95,7 +97,13 @@ class Database:
                 os.close(log)
 
     def close(self) -> None:
+        self._is_closed = True
         self._engine.dispose()
+
+    def _take_back(self, _: object, record: ConnectionPoolEntry) -> None:
+        # A thread that was given up may still use one when the store is closed; nobody would close that afterwards.
+        if self._is_closed:
+            record.invalidate()
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -104,6 +105,7 @@ def test_a_command_runs(command: str, default_model_path: Path) -> None:
     assert result.stdout.strip()
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 @pytest.mark.parametrize("command", sorted(DRY_RUN))
 def test_a_make_target_exists(command: str) -> None:
     assert command in readme_commands()

@@ -36,7 +36,7 @@ def test_a_fetched_model_is_listed_once_with_its_size_and_place(
     path = place_default_model(tmp_path)
     models.show(Options(cache_dir=str(tmp_path)), as_json=True)
     assert json.loads(capsys.readouterr().out) == [
-        {"name": ALIAS, "bytes": store.ALIASES[ALIAS].file_bytes, "path": str(path)}
+        {"name": ALIAS, "revision": None, "bytes": store.ALIASES[ALIAS].file_bytes, "path": str(path)}
     ]
 
 
@@ -55,6 +55,18 @@ def test_a_pipe_gets_one_line_for_each_model(tmp_path: Path, capsys: pytest.Capt
     path = place_default_model(cache)
     models.show(Options(cache_dir=str(cache)), as_json=False)
     assert capsys.readouterr().out.splitlines()[1].split() == [ALIAS, "98", "MB", str(path)]
+
+
+def test_a_hub_model_is_listed_with_its_revision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place_default_model(tmp_path)
+    snapshot = tmp_path / "hub" / "models--org--tiny" / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    (snapshot / "tiny.gguf").write_bytes(b"GGUF")
+    models.show(Options(cache_dir=str(tmp_path)), as_json=False)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["model", "revision", "size", "where"]
+    assert rows[1][:3] == [ALIAS, "98", "MB"]
+    assert rows[2][:2] == ["org/tiny/tiny.gguf", "0123abcd"]
 
 
 def test_an_interrupted_pull_says_that_it_can_go_on(

@@ -31,6 +31,7 @@ LLAMA_CPP_DIGESTS = {
     "smollm": "0e83ed0128d3f9df692e2f1fc91f557ccfcc09673d3a1d820e9a66ea3eb1696c",
     "gpt-2": "7667960709c867b6dfc6cb80ec3ab657ae29800969e2bfbeb33fd2d290d4e688",
     "llama-bpe": "42cf819822826fc5f71d00f24d008302a88e667b13ca0ca8d1b23dcff19e1fa8",
+    "deepseek-v3": "e572264ee457ea637369fd9929536a39723440b32e4503ed8673bb88f998ef89",
 }
 
 
@@ -106,7 +107,7 @@ def test_ids_equal_llama_cpp_on_a_thousand_texts(smollm2: Tokenizer) -> None:
     assert digest(ids) == LLAMA_CPP_DIGESTS["smollm"]
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe"])
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "deepseek-v3"])
 def test_other_ways_to_split_words_equal_llama_cpp(vocabulary: dict[str, Any], tmp_path: Path, pre: str) -> None:
     tokenizer = with_pre(vocabulary, tmp_path / "vocabulary.gguf", pre)
     ids = [tokenizer.encode(text, add_special=False) for text in sample_texts(1000)]
@@ -121,6 +122,28 @@ def test_qwen2_takes_digits_apart_and_composes_accents(vocabulary: dict[str, Any
         " ",
         *"1234",
     ]
+
+
+def test_tekken_takes_words_that_are_tokens_as_they_are_and_begins_texts(tmp_path: Path) -> None:
+    parts = {"model": "gpt2", "token_type": [CONTROL, *[NORMAL] * 5], "bos_token_id": 0, "merges": ["a b"]}
+    path = write_gguf(tmp_path / "tekken.gguf", pre="tekken", tokens=["<s>", "a", "b", "ab", "A", "aba"], **parts)
+    # No merge leads to "aba"; a word ends where upper case begins.
+    assert load_gguf(path).encode("abaAab", add_special=True) == [0, 5, 4, 3]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tokens", "name"),
+    [("qwen2", ["1", "11"], "qwen2"), ("llama", ["1", "11", "<|begin_of_text|>"], "llama-bpe")],
+)
+def test_an_old_file_that_names_no_split_is_split_as_its_kind_is(
+    tmp_path: Path, architecture: str, tokens: list[str], name: str
+) -> None:
+    parts = {"model": "gpt2", "tokens": tokens, "merges": ["1 1"]}
+    old = load_gguf(write_gguf(tmp_path / "old.gguf", architecture=architecture, **parts))
+    new = load_gguf(write_gguf(tmp_path / "new.gguf", architecture=architecture, pre=name, **parts))
+    plain = load_gguf(write_gguf(tmp_path / "plain.gguf", architecture=architecture, pre="gpt-2", **parts))
+    ids = old.encode("1111", add_special=False)
+    assert ids == new.encode("1111", add_special=False) != plain.encode("1111", add_special=False)
 
 
 def test_a_batch_gives_the_ids_of_its_texts(smollm2: Tokenizer) -> None:
@@ -420,6 +443,13 @@ def test_a_damaged_tokenizer_file_is_refused_with_its_name(tmp_path: Path) -> No
     files = write_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text((tmp_path / "tokenizer.json").read_text()[:100])
     with pytest.raises(ModelError, match=r"tokenizer\.json: it cannot be read as a tokenizer"):
+        Tokenizer.load(files)
+
+
+def test_gits_pointer_to_a_tokenizer_file_says_how_to_get_the_file(tmp_path: Path) -> None:
+    files = write_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 98\n")
+    with pytest.raises(ModelError, match=r"tokenizer\.json: .*`git lfs pull`"):
         Tokenizer.load(files)
 
 

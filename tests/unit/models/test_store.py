@@ -248,7 +248,24 @@ def test_a_hub_model_with_pickled_weights_only_is_refused(hub: FileServer, tmp_p
 def test_installed_lists_hub_models_with_their_size(hub: FileServer, tmp_path: Path) -> None:
     fake_hub.publish(hub, "org/tiny", HUB_FILES)
     files = store.resolve("org/tiny", cache_dir=tmp_path)
-    assert store.installed(tmp_path) == [store.InstalledModel("org/tiny", files.path, 100_000)]
+    assert store.installed(tmp_path) == [store.InstalledModel("org/tiny", files.path, 100_000, "main")]
+
+
+def test_revisions_of_one_hub_model_are_told_apart_by_what_names_them(tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--org--tiny"
+    (repository / "snapshots").mkdir(parents=True)
+    for commit in ("aaa", "bbb", "ccc"):
+        make_folder(repository / "snapshots" / commit, "config.json", "tokenizer.json", "model.safetensors")
+    (repository / "snapshots" / "ccc" / "tiny.gguf").write_bytes(b"GGUF")
+    (repository / "refs" / "refs" / "pr").mkdir(parents=True)
+    for name, commit in (("main", "bbb"), ("latest", "bbb"), ("refs/pr/1", "ccc")):
+        (repository / "refs" / name).write_text(commit)
+    assert [(item.name, item.revision) for item in store.installed(tmp_path)] == [
+        ("org/tiny", "aaa"),
+        ("org/tiny", "main"),
+        ("org/tiny", "refs/pr/1"),
+        ("org/tiny/tiny.gguf", "refs/pr/1"),
+    ]
 
 
 def test_a_hub_model_whose_weights_were_removed_is_not_listed(hub: FileServer, tmp_path: Path) -> None:
@@ -271,7 +288,7 @@ def test_a_hub_model_of_which_a_part_is_missing_is_neither_listed_nor_called_fet
     )
     (tmp_path / "hub" / "models--org--tiny" / "refs").mkdir()
     (tmp_path / "hub" / "models--org--tiny" / "refs" / "main").write_text(fake_hub.COMMIT)
-    assert store.installed(tmp_path) == [store.InstalledModel("org/tiny", snapshot, 4)]
+    assert store.installed(tmp_path) == [store.InstalledModel("org/tiny", snapshot, 4, "main")]
     (snapshot / shards[1]).unlink()
     assert store.installed(tmp_path) == []
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")

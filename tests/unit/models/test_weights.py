@@ -61,6 +61,15 @@ def test_every_float_type_is_read_as_it_was_saved(tmp_path: Path) -> None:
         assert not stored.is_quantised
 
 
+def test_what_git_leaves_in_place_of_a_large_file_is_told_from_it(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "model.gguf"):
+        (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 98\n")
+    with pytest.raises(ModelError, match=r"model\.safetensors: .*`git lfs pull`"):
+        SafetensorsSource(tmp_path)
+    with pytest.raises(ModelError, match=r"model\.gguf: .*`git lfs pull`"):
+        GgufFile.open(tmp_path / "model.gguf")
+
+
 def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
     write_index(tmp_path, {"weight_map": write_shards(tmp_path)})
     source = SafetensorsSource(tmp_path)

@@ -1,6 +1,7 @@
 """The store's database: made once, private, refused where it is not ours, silent about what it holds."""
 
 import contextlib
+import sqlite3
 import stat
 import threading
 
@@ -30,6 +31,15 @@ def test_a_store_can_be_opened_again(any_location):
         database = Database.open(any_location)
         assert version(database) == SCHEMA_VERSION
         database.close()
+
+
+def test_a_connection_in_use_when_the_store_closes_is_closed_when_it_is_given_back(tmp_path):
+    database = Database.open(str(tmp_path / "penstock.db"))
+    with database.reading() as connection:
+        driver = connection.connection.dbapi_connection
+        database.close()
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        driver.execute("SELECT 1")
 
 
 def test_many_may_open_a_new_store_together(any_location):

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import os
 import signal
 import sys
 
@@ -299,6 +300,8 @@ async def test_a_process_that_hangs_when_it_is_to_end_is_killed(processes, conte
     await scaled(backend, context, 1)
     (child,) = backend._children
     child.process.send_signal(signal.SIGSTOP)
+    # On a busy machine it may not have stopped yet, and would take the signal to end first.
+    await asyncio.to_thread(os.waitid, os.P_PID, child.process.pid, os.WSTOPPED | os.WNOWAIT)
     await backend.scale_to(0)
     await asyncio.sleep(0.2)
     assert child.process.returncode is None
