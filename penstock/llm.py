@@ -4,11 +4,13 @@ The same engine, scheduler and text assembly as the server's, without the socket
 """
 
 import asyncio
+import contextlib
 import gc
+import itertools
 import operator
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -31,6 +33,8 @@ from penstock.server.text_assembly import TextAssembler
 
 Prompt = str | Sequence[int]
 Progress = Callable[[int, int, str], None]
+# Young garbage is collected after so many steps.
+_COLLECTION_STEPS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,22 +199,18 @@ class LLM:
         longest = self.config.max_context_tokens
         waiting = sorted(range(len(prompts)), key=lambda index: -(params[index].max_tokens or longest))[::-1]
         limit = self.config.max_running + self.config.max_waiting
-        # What was loaded stays: a full collection need not look through it between two steps.
-        freezes = gc.get_freeze_count() == 0
-        if freezes:
-            gc.freeze()
-        try:
-            while waiting or open_requests:
-                while waiting and len(open_requests) < limit:
-                    index = waiting.pop()
-                    done[index] = self._submit(submits[index], open_requests)
-                self._take(self._engine.step(), open_requests)
-        finally:
-            self._engine.abort(b"", list(open_requests))
-            while self._engine.has_work:
-                self._engine.step()
-            if freezes:
-                gc.unfreeze()
+        with _young_collections() as collect:
+            try:
+                while waiting or open_requests:
+                    while waiting and len(open_requests) < limit:
+                        index = waiting.pop()
+                        done[index] = self._submit(submits[index], open_requests)
+                    self._take(self._engine.step(), open_requests)
+                    collect()
+            finally:
+                self._engine.abort(b"", list(open_requests))
+                while self._engine.has_work:
+                    self._engine.step()
         return [done[index] for index in range(len(prompts))]
 
     def _checked(self, prompt: list[int], params: SamplingParams, name: str) -> Submit:
@@ -247,6 +247,27 @@ class LLM:
             return await chat_template.render([message.for_template() for message in messages])
         finally:
             await chat_template.close()
+
+
+@contextlib.contextmanager
+def _young_collections() -> Iterator[Callable[[], None]]:
+    """Collect garbage now and then, among young objects alone: a full collection goes through all that was loaded.
+
+    Yields what is to be called after each step.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    steps = itertools.count(1)
+
+    def collect() -> None:
+        if next(steps) % _COLLECTION_STEPS == 0:
+            gc.collect(1)
+
+    try:
+        yield collect
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _model_name(model: object) -> str:
