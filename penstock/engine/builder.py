@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 # Prompts that the scheduler learns from before it serves. The longest first: until it knows what steps cost, it cuts
 # none.
 _WARM_UP_TOKENS = (4096, 2048, 1024, 512, 256, 128, 64)
+# How long an engine for batches may capture and try what a server does in idle moments.
+_PREPARATION_SECONDS = 4.0
 
 # Up to so many tokens a step's products take hardly longer than reading the weights for one (docs/benchmarks.md).
 _KNEE_TOKENS = 256
@@ -81,6 +83,12 @@ def build_engine(
             log.error("the first step raised, though every weight is a finite number", exc_info=failure)
         raise
     timeline.mark("first step")
+    if for_batches:
+        # Nobody waits to be let in, as before a server: what would be done in idle moments is done before the batch.
+        end = time.monotonic() + _PREPARATION_SECONDS
+        while time.monotonic() < end and runner.use_idle_moment():
+            pass
+        timeline.mark("preparation")
     return BuiltEngine(engine, config, spec, settings)
 
 

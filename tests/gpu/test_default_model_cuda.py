@@ -81,8 +81,8 @@ def one_layer(model: PagedDecoder, index: int, x: Tensor, positions: Tensor) -> 
     """What the residual stream x becomes in one layer; the backend must be prepared."""
     decoder = model.decoder
     rotations = [rope.rotations(positions) for rope in decoder.ropes]
-    residual = x.clone()
-    return residual + decoder.layers[index].forward(None, residual, rotations, model.backend)
+    update, residual = decoder.layers[index].forward(None, x.clone(), rotations, model.backend)
+    return residual if update is None else residual + update
 
 
 @torch.inference_mode()

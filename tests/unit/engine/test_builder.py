@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.config import gather
 from penstock.engine.builder import build_engine
+from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.timeline import Timeline
 from penstock.errors import ModelError
 from penstock.models.gguf import GgufFile
@@ -52,3 +53,16 @@ def test_a_gguf_tensor_with_a_norm_or_scale_that_is_none_is_named(
         file.seek(tensor.offset)
         file.write(np.array([math.nan], dtype).tobytes())
     assert f"file {path}, tensor {name}: it holds numbers" in refusal(ModelFiles("tiny", "gguf", path))
+
+
+@pytest.mark.parametrize("for_batches", [False, True])
+def test_what_a_server_does_in_idle_moments_is_done_before_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, for_batches: bool
+) -> None:
+    moments = [True, True, False]
+    monkeypatch.setattr(ModelRunner, "use_idle_moment", lambda runner: moments.pop(0))
+    make_reference("llama", tmp_path)
+    sourced = gather({"kv_memory": "1MiB", "threads": 1}, environ={})
+    built = build_engine(sourced, folder_files(tmp_path), Timeline(time.monotonic()), for_batches=for_batches)
+    built.engine.runner.close()
+    assert len(moments) == (0 if for_batches else 3)
