@@ -118,15 +118,14 @@ class Autoscaler:
             ReplicaView(item.url, item.load, item.load_at, item.is_up and not item.is_standby, item.num_in_flight)
             for item in replicas
         ]
-        num_ready = sum(view.is_ready for view in views)
-        self._starts.observe(
-            now, self.decision.total if self.decision is not None else num_there, sum(item.is_up for item in replicas)
-        )
+        num_up = sum(item.is_up for item in replicas)
+        self._starts.observe(now, self.decision.total if self.decision is not None else num_there, num_up)
         self.signals = self._tracker.observe(
             now,
             views,
             num_held=self._num_held(),
-            num_coming=max(0, num_there - num_ready),
+            num_coming=max(0, num_there - num_up),
+            num_warm=num_up - sum(view.is_ready for view in views),
             start_seconds=self._starts.seconds,
         )
         try:

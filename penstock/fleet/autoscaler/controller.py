@@ -40,7 +40,7 @@ class Controller:
         if self._busy_at is None or not signals.is_idle:
             self._busy_at = now
         if not self._proposals:  # what is found at the start was right until then
-            self._cooled(now, signals.num_ready + signals.num_coming - section.warm_replicas)
+            self._cooled(now, signals.num_ready + signals.num_coming + signals.num_warm - section.warm_replicas)
         proposal = self._policy.propose(signals)
         reasons = [proposal.reason]
         count = self._cooled(now, proposal.count)
@@ -62,7 +62,7 @@ class Controller:
             return False
         assert self._busy_at is not None
         return signals.moment - self._busy_at >= self._section.idle_seconds or (
-            signals.num_ready == 0 and signals.num_coming == 0
+            signals.num_ready == signals.num_coming == signals.num_warm == 0
         )
 
     def _cooled(self, now: float, count: int) -> int:

@@ -33,9 +33,11 @@ class FleetSignals:
 
     moment: float
     num_ready: int  # replicas that take requests
-    num_coming: int = 0  # started, or in the warm pool
+    num_coming: int = 0  # started, and not up yet
+    num_warm: int = 0  # up, in the warm pool
     num_held: int = 0  # requests that wait in the gateway for a replica
     num_requests: float = 0.0  # those that replicas run or queue
+    num_running: float = 0.0  # those that ready replicas run
     demand: float = 0.0  # replicas' worth of work, 1.0 being all of one device's time
     backlog_seconds: float = 0.0  # of one replica: the predicted waits of all, added up
     queue_seconds: float = 0.0  # predicted wait of a prompt that comes now, the mean over ready replicas
@@ -70,7 +72,14 @@ class SignalTracker:
     _known: dict[str, _Known] = field(default_factory=dict)
 
     def observe(
-        self, moment: float, replicas: Iterable[ReplicaView], *, num_held: int, num_coming: int, start_seconds: float
+        self,
+        moment: float,
+        replicas: Iterable[ReplicaView],
+        *,
+        num_held: int,
+        num_coming: int,
+        start_seconds: float,
+        num_warm: int = 0,
     ) -> FleetSignals:
         """Take a look. Those that are not among `replicas` any more are forgotten."""
         views = [_fresh(view, moment) for view in replicas]
@@ -90,8 +99,10 @@ class SignalTracker:
             moment=moment,
             num_ready=num_ready,
             num_coming=num_coming,
+            num_warm=num_warm,
             num_held=num_held,
             num_requests=sum(view.num_requests for view in views),
+            num_running=sum(load.num_running for load in ready),
             demand=sum(self._work(view, known[view.url].work) for view in views),
             backlog_seconds=backlog,
             queue_seconds=backlog / num_ready if ready else 0.0,

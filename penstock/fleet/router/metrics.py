@@ -141,7 +141,7 @@ class _AutoscalerGauges(Collector):
                 replicas.add_metric([item.model, "desired"], item.decision.total)
                 replicas.add_metric([item.model, "active"], item.decision.desired)
                 replicas.add_metric([item.model, "ready"], item.signals.num_ready)
-                replicas.add_metric([item.model, "coming"], item.signals.num_coming)
+                replicas.add_metric([item.model, "coming"], item.signals.num_coming + item.signals.num_warm)
                 demand.add_metric([item.model], item.signals.demand)
         yield from (replicas, demand, changes, failures)
 

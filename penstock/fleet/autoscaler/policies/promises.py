@@ -30,6 +30,8 @@ _NEAR = 0.95
 _MOST_UNMET = 0.5
 # Less than this part of a replica is no reason for one.
 _NOTHING = 0.01
+# A prompt that waits for longer, though the devices have time, waits for a place among those that run.
+_LONG_WAIT_SECONDS = 1.0
 
 
 class Promises(ScalePolicy):
@@ -37,6 +39,7 @@ class Promises(ScalePolicy):
         self._capacity = section.target_utilization
         self._goal = section.attainment
         self._looks: deque[FleetSignals] = deque()
+        self._places = math.inf  # requests that a replica runs at once, as far as a full one has shown
 
     def propose(self, signals: FleetSignals) -> Proposal:
         self._remember(signals)
@@ -60,15 +63,33 @@ class Promises(ScalePolicy):
         if num_ready and signals.kv_utilization > _KV_PRESSURE:
             crowded = math.ceil(num_ready * signals.kv_utilization / _KV_PRESSURE)
             wanted = max(wanted, (crowded, f"{signals.kv_utilization:.0%} of the KV cache is in use"))
-        # One more at a time: what is coming may be enough.
-        if num_ready and signals.num_held and not signals.num_coming:
-            wanted = max(wanted, (num_ready + 1, f"every replica is full, {signals.num_held} requests are held"))
+        wanted = max(wanted, self._for_places(signals))
         missed = self._missed(horizon)
         if missed > 1.0 - self._goal and self._is_loaded(signals):
             # What was refused, or came too late, is work that nobody saw done.
             unmet = math.ceil(forecast / (1.0 - min(missed, _MOST_UNMET)) / self._capacity)
             wanted = max(wanted, (unmet, f"{missed:.1%} of the promises were missed"))
         return wanted
+
+    def _for_places(self, signals: FleetSignals) -> tuple[int, str]:
+        """What is needed so that nobody waits for a place, which demand does not tell.
+
+        One more at a time: what is coming may be enough, and stays until it is there. Those that are there stay for as
+        long as fewer would have too few places.
+        """
+        num_ready = signals.num_ready
+        if not num_ready:
+            return 0, ""
+        waits = signals.queue_seconds > _LONG_WAIT_SECONDS and not self._is_loaded(signals)
+        if signals.num_held or waits:
+            self._places = max(1.0, signals.num_running / num_ready)
+            why = f"every replica is full, {signals.num_held} requests are held"
+            if not signals.num_held:
+                why = f"a prompt would wait {signals.queue_seconds:.2f} s for a place"
+            return num_ready + max(signals.num_coming, 1), why
+        self._places = max(self._places, signals.num_running / num_ready)
+        needed = min(num_ready, math.ceil(signals.num_requests / self._places - _NOTHING))
+        return needed, f"a replica runs {self._places:.0f} requests at once"
 
     def _remember(self, signals: FleetSignals) -> None:
         self._looks.append(signals)

@@ -18,7 +18,7 @@ from tests.unit.fleet.conftest import FakeClock
 class Scene:
     """A pool of replicas that are up, and an autoscaler by requests: 10 for each."""
 
-    def __init__(self, num_replicas, **fields):
+    def __init__(self, num_replicas, *, policy="queue-length", **fields):
         self.clock = FakeClock()
         self.pool = ReplicaPool(HealthSection(), self.clock)
         self.backend = FakeBackend(num_replicas)
@@ -26,7 +26,7 @@ class Scene:
         self.num_calls = 0
         for _ in range(num_replicas):
             self.add()
-        settings = section(policy="queue-length", requests_per_replica=10, scale_down_seconds=0.0, **fields)
+        settings = section(policy=policy, requests_per_replica=10, scale_down_seconds=0.0, **fields)
         self.told_callers = []
         self.autoscaler = Autoscaler(
             "tiny", settings, self.backend, self.pool, num_held=lambda: self.num_held, on_change=self._call,
@@ -75,6 +75,16 @@ async def test_warm_replicas_stand_by_until_they_are_needed():
     assert (await scene.look(15, 10, 0))[0] == 4  # three at work, and another one warm
     assert scene.standing_by() == []
     assert scene.num_calls == 1  # requests that wait may go to it
+
+
+async def test_requests_that_are_held_wake_a_warm_replica():
+    scene = Scene(2, policy="promises", warm_replicas=1, max_replicas=2)
+    await scene.look(2, 0)
+    assert scene.standing_by() == ["replica-1:80"]
+    scene.num_held = 6
+    await scene.look(2, 0)
+    assert scene.standing_by() == []
+    assert (scene.autoscaler.signals.num_coming, scene.autoscaler.signals.num_warm) == (0, 1)
 
 
 async def test_a_candidates_replica_is_neither_counted_nor_marked():

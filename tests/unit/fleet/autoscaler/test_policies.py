@@ -65,10 +65,31 @@ def test_a_full_kv_cache_calls_for_more():
     assert "99% of the KV cache" in proposal.reason
 
 
-def test_requests_that_are_held_call_for_one_more_until_one_is_coming():
+def test_requests_that_are_held_call_for_one_more_and_for_no_second_one_while_it_is_coming():
     held = steady(num_ready=2, demand=0.5, num_held=3)
     assert proposed(Promises(section()), held).count == 3
-    assert proposed(Promises(section()), [look(0.0, 2, demand=0.5, num_held=3, num_coming=1)]).count == 1
+    assert proposed(Promises(section()), [look(0.0, 2, demand=0.5, num_held=3, num_coming=1)]).count == 3
+
+
+def test_a_prompt_that_waits_for_a_place_on_an_idle_device_calls_for_one_more():
+    waiting = steady(num_ready=1, demand=0.02, queue_seconds=4.5)
+    proposal = proposed(Promises(section()), waiting)
+    assert proposal.count == 2
+    assert "would wait 4.50 s for a place" in proposal.reason
+
+
+def test_replicas_stay_while_fewer_would_have_too_few_places():
+    policy = Promises(section())
+    policy.propose(look(0.0, 1, demand=0.02, num_running=2.0, num_requests=2.0, num_held=6))
+    assert policy.propose(look(1.0, 2, demand=0.02, num_running=4.0, num_requests=4.0)).count == 2
+    assert policy.propose(look(2.0, 2, demand=0.02, num_running=2.0, num_requests=2.0)).count == 1
+
+
+def test_places_that_a_replica_turns_out_to_have_count():
+    policy = Promises(section())
+    policy.propose(look(0.0, 2, demand=0.02, num_running=2.0, num_requests=2.0, num_held=6))
+    policy.propose(look(1.0, 2, demand=0.02, num_running=80.0, num_requests=80.0))
+    assert policy.propose(look(2.0, 2, demand=0.02, num_running=40.0, num_requests=40.0)).count == 1
 
 
 def test_promises_broken_below_the_stated_utilization_lower_it():
