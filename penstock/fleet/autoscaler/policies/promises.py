@@ -46,7 +46,7 @@ class Promises(ScalePolicy):
         self._learn(signals)
         horizon = max(signals.start_seconds, 1.0)
         level, slope = self._line()
-        forecast = level + min(slope * horizon, _MOST_RISE * level)
+        forecast = max(0.0, level + min(slope * horizon, _MOST_RISE * level))
         count = math.ceil(forecast / self._capacity - _NOTHING)
         reason = f"forecast {forecast:.2f} replicas of work, each working {self._capacity:.0%} of its time"
         urgent, why = self._correction(signals, forecast, horizon)
