@@ -37,15 +37,7 @@ from penstock.engine.messages import (
 from penstock.engine.pulse import age_seconds, pulse_path
 from penstock.errors import EngineFailed, EngineUnavailable
 from penstock.protocol.block_events import BlockChanges, BlockSnapshot
-from penstock.request import (
-    NO_TARGETS,
-    OWN_TARGETS,
-    FinishReason,
-    SamplingParams,
-    TargetOrigins,
-    Targets,
-    Tier,
-)
+from penstock.request import NO_TARGETS, OWN_TARGETS, FinishReason, SamplingParams, TargetOrigins, Targets, Tier
 
 _EVENTS_AT_ONCE = 1024  # a few milliseconds' worth
 

@@ -7,15 +7,7 @@ import msgspec
 
 from penstock.protocol.block_events import BlockChanges, BlockSnapshot
 from penstock.protocol.prompt_note import PromptNote
-from penstock.request import (
-    NO_TARGETS,
-    OWN_TARGETS,
-    FinishReason,
-    SamplingParams,
-    TargetOrigins,
-    Targets,
-    Tier,
-)
+from penstock.request import NO_TARGETS, OWN_TARGETS, FinishReason, SamplingParams, TargetOrigins, Targets, Tier
 
 # ---------------------------------------------------------------- client to engine
 

@@ -40,7 +40,7 @@ class RolloutSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     stable: str = DEFAULT_VERSION
     split: dict[str, float] = {}  # version to percent of the sessions, while no rollout runs
-    tenants: dict[str, str] = {}  # tenant to version, whatever runs
+    tenants: dict[str, str] = {}  # tenant to version, unless it was rolled back
     steps: tuple[str | float, ...] = (SHADOW, 5.0, 25.0, 50.0, WHOLE)
     shadow_percent: float = 10.0  # of the sessions whose requests are copied in the step "shadow"
     max_shadows: int = 8  # copies under way at once, in each gateway; others are not made
