@@ -35,6 +35,8 @@ Prompt = str | Sequence[int]
 Progress = Callable[[int, int, str], None]
 # Young garbage is collected after so many steps.
 _COLLECTION_STEPS = 256
+# Between two steps requests are queued whose prompts fill a step, but not more than these; before the first, so many.
+_MOST_QUEUED, _FIRST_STEPS = 64, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +107,9 @@ class LLM:
             revision=sourced.options.revision,
             load_format=sourced.options.load_format,
         )
-        timeline = Timeline(time.monotonic())
-        built = build_engine(sourced, files, timeline, for_batches=True, progress=progress)
+        # First: a tokenizer that cannot be used is found before the weights are read.
         self.tokenizer = Tokenizer.load(files)
+        built = build_engine(sourced, files, Timeline(time.monotonic()), for_batches=True, progress=progress)
         self._chat_template = own_template or self.tokenizer.chat_template
         self.config = built.config
         self.settings = built.settings
@@ -189,7 +191,10 @@ class LLM:
         return listed
 
     def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[_Open]:
-        """Run requests to their ends, keeping the engine's queue within its bound. The longest answers start first."""
+        """Run requests to their ends, keeping the engine's queue within its bound. The longest answers start first.
+
+        Queueing them takes time: it begins with as many as the first steps need, and goes on while these run.
+        """
         if self._is_closed:
             raise EngineUnavailable("this LLM was closed; make another")
         names = prompt_names(len(prompts))
@@ -202,8 +207,11 @@ class LLM:
         with _young_collections() as collect:
             try:
                 while waiting or open_requests:
-                    while waiting and len(open_requests) < limit:
+                    room = self.config.max_step_tokens * (1 if open_requests else _FIRST_STEPS)
+                    last = max(0, len(waiting) - _MOST_QUEUED)
+                    while len(waiting) > last and room > 0 and len(open_requests) < limit:
                         index = waiting.pop()
+                        room -= len(prompts[index])
                         done[index] = self._submit(submits[index], open_requests)
                     self._take(self._engine.step(), open_requests)
                     collect()

@@ -3,6 +3,7 @@
 Shared by every layer. Knows nothing of HTTP, tokens' text or tensors.
 """
 
+import contextlib
 import enum
 import math
 import numbers
@@ -98,6 +99,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def check_types(self) -> None:
         """Raise InvalidParameter for the first value of a wrong type. What was decoded has none."""
+        with contextlib.suppress(msgspec.ValidationError):
+            msgspec.convert({name: _plain(getattr(self, name)) for name in self.__struct_fields__}, type(self))
+            return
         for field in msgspec.structs.fields(self):
             value = getattr(self, field.name)
             try:

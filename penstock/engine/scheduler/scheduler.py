@@ -318,8 +318,12 @@ class Scheduler:
 
     # ------------------------------------------------------------ planning
 
-    def _ready(self) -> list[Ready]:
-        return [(request, remaining) for request in self.running if (remaining := request.runnable)]
+    def _ready(self) -> Sequence[Ready]:
+        ready = [(request, remaining) for request in self.running if (remaining := request.runnable)]
+        if self._pace is None or not self._pace.may_pause or len(self.waiting) > len(self.placement.free_rows):
+            return ready
+        num_waiting_blocks = sum([self.cache.blocks_for(request.remaining) for request in self.waiting])
+        return self._pace.choose(ready, self.waiting) if num_waiting_blocks <= self.cache.pool.num_free else ready
 
     def _step_tokens(self, ready: Sequence[Ready]) -> int:
         most = self.config.max_step_tokens

@@ -17,8 +17,8 @@ from tests.fakes.fake_runner import FakeRunner
 VOCAB, BLOCK, ROWS, MOST = 97, 4, 8, 64
 
 
-def make_engine(pace):
-    cache = KvCache(401, BlockHasher(b"key", BLOCK), share_prefixes=False)
+def make_engine(pace, num_blocks=401):
+    cache = KvCache(num_blocks, BlockHasher(b"key", BLOCK), share_prefixes=False)
     config = SchedulerConfig(
         max_running=ROWS,
         max_step_tokens=MOST,
@@ -30,9 +30,9 @@ def make_engine(pace):
     return Engine(Scheduler(config, cache, EngineMetrics(), pace=pace), FakeRunner(ROWS, VOCAB, BLOCK))
 
 
-def run(pace, lengths, **params):
+def run(pace, lengths, num_blocks=401, **params):
     """Run (prompt, answer) lengths, longest answer first. Returns the tokens of each step."""
-    engine = make_engine(pace)
+    engine = make_engine(pace, num_blocks)
     for number, (prompt, answer) in enumerate(sorted(lengths, key=lambda item: -item[1])):
         sampling = SamplingParams(max_tokens=answer, temperature=0.0, seed=1, **params)
         engine.submit(
@@ -51,7 +51,7 @@ def test_prompts_are_spread_over_the_steps_of_the_longest_answer():
     at_once = run(None, lengths, ignore_eos=True)
     spread = run(BatchPace(8, MOST), lengths, ignore_eos=True)
     assert max(at_once) == MOST
-    assert max(spread[1:]) == 8  # the first has nothing to run beside
+    assert max(spread[1:]) == 8 and spread[0] == 3 * 8  # the first prompt has nothing to run beside
     assert len(spread) == len(at_once)
 
 
@@ -75,6 +75,31 @@ def test_small_prompts_run_together_in_some_of_the_steps():
     with_prompts = [size for size in together if size > len(lengths)]
     assert len(with_prompts) <= len([size for size in spread if size > len(lengths)]) / 2
     assert len(together) == len(spread) and sum(together) == sum(spread)
+
+
+class NeverPausing(BatchPace):
+    def choose(self, ready, waiting):
+        return ready
+
+
+def test_answers_pause_for_prompts_that_cannot_wait_and_fill_the_last_steps():
+    # Short prompts of middling answers leave little room for the long ones of short answers, and end long before.
+    lengths = [(4, 100)] + [(4, 60)] * 4 + [(110, 10)] * 3
+    steady = run(NeverPausing(8, MOST), lengths, ignore_eos=True)
+    pausing = run(BatchPace(8, MOST), lengths, ignore_eos=True)
+    assert sum(pausing) == sum(steady) and len(pausing) <= len(steady)
+    assert sum(size > 8 for size in pausing[1:]) < sum(size > 8 for size in steady[1:])
+    assert sum(pausing[-15:]) > sum(steady[-15:])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 80)), min_size=1, max_size=2 * ROWS), st.integers(1, 32)
+)
+def test_whoever_pauses_goes_on_however_few_blocks_there_are(lengths, knee):
+    sizes = run(BatchPace(knee, MOST), lengths, num_blocks=51, ignore_eos=True)
+    assert sum(sizes) >= sum(prompt + answer - 1 for prompt, answer in lengths)
+    assert len(sizes) <= sum(prompt + answer for prompt, answer in lengths)
 
 
 @settings(max_examples=60, deadline=None)
