@@ -15,7 +15,7 @@ from penstock.tenants import OPEN_TENANT
 
 # Without targets, a step with prompts takes at most so many times what its decoding rows take alone: a request that
 # arrives meanwhile waits for it. Less while several tenants are there, so that none waits long for another.
-_DECODE_TIMES = 2.5
+_DECODE_TIMES = 2.3
 _SHARED_DECODE_TIMES = 1.75
 _SHARED_SECONDS = 10.0
 # ... or up to this part of the time that all waiting prompts take: with a long queue the one thing that helps is speed.
