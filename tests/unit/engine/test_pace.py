@@ -93,9 +93,7 @@ def test_answers_pause_for_prompts_that_cannot_wait_and_fill_the_last_steps():
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 80)), min_size=1, max_size=2 * ROWS), st.integers(1, 32)
-)
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 80)), min_size=1, max_size=2 * ROWS), st.integers(1, 32))
 def test_whoever_pauses_goes_on_however_few_blocks_there_are(lengths, knee):
     sizes = run(BatchPace(knee, MOST), lengths, num_blocks=51, ignore_eos=True)
     assert sum(sizes) >= sum(prompt + answer - 1 for prompt, answer in lengths)

