@@ -35,8 +35,8 @@ Prompt = str | Sequence[int]
 Progress = Callable[[int, int, str], None]
 # Young garbage is collected after so many steps.
 _COLLECTION_STEPS = 256
-# Between two steps requests are queued whose prompts fill a step, but not more than these; before the first, so many.
-_MOST_QUEUED, _FIRST_STEPS = 64, 2
+# Before each step requests are queued whose prompts fill it, but not more than these.
+_MOST_QUEUED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class LLM:
     def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[_Open]:
         """Run requests to their ends, keeping the engine's queue within its bound. The longest answers start first.
 
-        Queueing them takes time: it begins with as many as the first steps need, and goes on while these run.
+        Queueing them takes time: the first step runs as soon as there is enough for it, the others come meanwhile.
         """
         if self._is_closed:
             raise EngineUnavailable("this LLM was closed; make another")
@@ -207,7 +207,7 @@ class LLM:
         with _young_collections() as collect:
             try:
                 while waiting or open_requests:
-                    room = self.config.max_step_tokens * (1 if open_requests else _FIRST_STEPS)
+                    room = self.config.max_step_tokens
                     last = max(0, len(waiting) - _MOST_QUEUED)
                     while len(waiting) > last and room > 0 and len(open_requests) < limit:
                         index = waiting.pop()
