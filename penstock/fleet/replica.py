@@ -192,8 +192,8 @@ class ReplicaPool:
 
     def has_substitute(self, replica: Replica) -> bool:
         """Whether another that may be sent requests serves each model of this one."""
-        groups = [self.serving(model.name) for model in replica.models]
-        return bool(groups) and all(any(other is not replica and other.is_usable for other in group) for group in groups)
+        others = [[other for other in self.serving(model.name) if other is not replica] for model in replica.models]
+        return bool(others) and all(any(other.is_usable for other in group) for group in others)
 
     def is_needed(self, replica: Replica) -> bool:
         """Whether fewer than half are up of those that serve a model of this replica; of all, where it told none."""

@@ -1,4 +1,4 @@
-"""What has become findable in the cache, what has left the device for the host, and what is gone, since somebody looked.
+"""What has become findable in the cache, what has left the device for the host, and what is gone since a last look.
 
 Of a block that came and went in between, only how it ended is told. Knows names; nothing of blocks.
 """

@@ -1,9 +1,10 @@
 """How long a replica takes to a first token, learnt from the requests that were answered.
 
-    seconds = fixed + uncached tokens + what attention reads for them + tokens from the host + requests that decode beside
+    seconds = fixed + uncached tokens + what attention reads for them + tokens on the host + requests that decode beside
 
 The tokens are those of the prompt and of the prompts before it that are not done: what is not cached is computed, and
-what is cached in the host's memory is copied to the device. No coefficient is below zero, and older requests count less. Knows numbers only; nothing of replicas or time.
+what only the host's memory has is copied to the device. No coefficient is below zero, and older requests count less.
+Knows numbers only; nothing of replicas or time.
 """
 
 from dataclasses import dataclass

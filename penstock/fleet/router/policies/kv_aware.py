@@ -1,9 +1,8 @@
 """The replica that will answer soonest: what it must still compute, what waits before it, and what decodes beside.
 
 The part of a prompt that a replica has cached costs nothing there, or a copy where its host tier has it
-(`fleet.prefix_index`). Speeds are learnt from the
-answers. What one replica has is not lightly computed on another; but the more often a prefix is met, the less that
-counts, so that one that everybody uses comes to live on several replicas.
+(`fleet.prefix_index`). Speeds are learnt from the answers. What one replica has is not lightly computed on another; but
+the more often a prefix is met, the less that counts, so that one that everybody uses comes to live on several replicas.
 """
 
 import math
