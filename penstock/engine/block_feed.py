@@ -4,7 +4,7 @@ Nothing is noted while nobody listens. Knows the cache's names; nothing of socke
 """
 
 from penstock.block_hash import short_name
-from penstock.engine.cache.block_log import BlockLog
+from penstock.engine.cache.block_log import BlockLog, Whereabouts
 from penstock.engine.cache.kv_cache import KvCache
 from penstock.protocol.block_events import BlockChanges, BlockSnapshot, pack
 
@@ -22,7 +22,8 @@ class BlockFeed:
         if self._cache.block_log is None:
             self._cache.block_log = BlockLog()
         names = pack(map(short_name, self._cache.names()))
-        return changes, BlockSnapshot(self._number, self._cache.block_tokens, names)
+        on_host = pack(map(short_name, self._cache.names_on_host()))
+        return changes, BlockSnapshot(self._number, self._cache.block_tokens, names, on_host)
 
     def leave(self, listener: bytes) -> None:
         self.listeners.discard(listener)
@@ -38,7 +39,8 @@ class BlockFeed:
         self._cache.block_log = BlockLog()
         return BlockChanges(
             self._number,
-            pack(short_name(name) for name, is_stored in log.is_stored.items() if is_stored),
-            pack(short_name(name) for name, is_stored in log.is_stored.items() if not is_stored),
-            log.has_cleared,
+            stored=pack(map(short_name, log.names(Whereabouts.DEVICE))),
+            removed=pack(map(short_name, log.names(Whereabouts.NOWHERE))),
+            cleared=log.has_cleared,
+            to_host=pack(map(short_name, log.names(Whereabouts.HOST))),
         )

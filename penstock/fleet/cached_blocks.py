@@ -14,10 +14,11 @@ class BlocksMissed(Exception):
 
 
 class CachedBlocks:
-    """Short names of blocks. `in` asks for one."""
+    """Short names of blocks, in whatever tier. `in` asks for one."""
 
     def __init__(self, snapshot: BlockSnapshot) -> None:
         self._names = set(unpack(snapshot.names))
+        self._on_host = self._names.intersection(unpack(snapshot.on_host))
         self._number = snapshot.number
         self.block_tokens = snapshot.block_tokens
         self._check_size()
@@ -28,6 +29,10 @@ class CachedBlocks:
     def __len__(self) -> int:
         return len(self._names)
 
+    def is_on_host(self, name: int) -> bool:
+        """Whether the replica must copy the block to its device before it can read it."""
+        return name in self._on_host
+
     def apply(self, changes: BlockChanges) -> None:
         """Take the next changes in. Raises BlocksMissed."""
         if changes.number != self._number + 1:
@@ -35,8 +40,12 @@ class CachedBlocks:
         self._number = changes.number
         if changes.cleared:
             self._names.clear()
-        self._names.update(unpack(changes.stored))
-        self._names.difference_update(unpack(changes.removed))
+            self._on_host.clear()
+        stored, removed, to_host = unpack(changes.stored), unpack(changes.removed), unpack(changes.to_host)
+        self._names.update(stored, to_host)
+        self._names.difference_update(removed)
+        self._on_host.difference_update(stored, removed)
+        self._on_host.update(to_host)
         self._check_size()
 
     def _check_size(self) -> None:

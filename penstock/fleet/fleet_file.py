@@ -194,20 +194,33 @@ def _check_different(listed: Sequence[ReplicaEntry], named: Sequence[ReplicaEntr
     options = [f"{_OPTION} replicas[{number}].url" for number in range(len(listed))] + ["--replica"] * len(named)
     seen: dict[str, str] = {}
     for option, entry in zip(options, [*listed, *named], strict=True):
-        place = place_of(entry.url)
-        if place in seen:
+        places = _places_of(entry.url)
+        for place in places & seen.keys():
             raise ConfigError(option, entry.url[:200], f"{seen[place]} is the same server: name it once")
-        seen[place] = option
+        seen |= dict.fromkeys(places, option)
+
+
+def _places_of(url: str) -> set[str]:
+    """Return where a server is. `localhost` is this machine's own address, of either kind."""
+    place = place_of(url)
+    if urlsplit(url).hostname != "localhost":
+        return {place}
+    return {place, *(place.replace("://localhost:", f"://{host}:", 1) for host in ("127.0.0.1", "[::1]"))}
 
 
 def _check_aliases(config: FleetConfig) -> None:
     aliases = config.aliases
     for section in ("models", "rollouts", "autoscaler"):
         for name in getattr(config, section):
+            if not name.strip():
+                raise ConfigError(f"{_OPTION} {section}", name[:200], "give a model's name, as replicas call it")
             if name in aliases:
                 right = f"this is an alias, and nothing would come of it: name the model, {aliases[name]!r}"
                 raise ConfigError(f"{_OPTION} {section}", name[:200], right)
     for alias, model in aliases.items():
+        if not alias.strip() or not model.strip():
+            right = "neither name may be empty: give what callers say = what replicas call it"
+            raise ConfigError(f"{_OPTION} aliases", {alias[:200]: model[:200]}, right)
         if model in aliases:
             right = "this is an alias itself: give the name that replicas use"
             raise ConfigError(f"{_OPTION} aliases.{alias}", model[:200], right)

@@ -94,9 +94,7 @@ class Gateway:
         book = rollout_book if rollout_book is not None else RolloutMemory()
         self.rollouts = Rollouts(split, self.pool, self._session, book, metrics.count_shadow)
         self.registration = Registration(self.pool, config.discovery.lease_seconds)
-        self.monitor = HealthMonitor(
-            self.pool, self._session, dispatcher.call_waiting, introductions, self._client.give_up_silent
-        )
+        self.monitor = HealthMonitor(self.pool, self._session, dispatcher.call_waiting, introductions, self._client)
         connections = Connections(Crowd(limits, metrics.count_cut))
         self.context = GatewayContext(
             config=config,

@@ -7,9 +7,17 @@ Knows prefix hashes and block names; nothing of requests, text or time.
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from penstock.fleet.cached_blocks import CachedBlocks
 from penstock.protocol.prompt_note import PromptNote
+
+
+class CachedPieces(NamedTuple):
+    """How many leading pieces of a prompt a replica has."""
+
+    num_cached: int
+    num_on_host: int = 0  # of these, how many it must copy to its device first
 
 
 class PrefixIndex:
@@ -22,16 +30,19 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._names)
 
-    def count_cached(self, hashes: Sequence[bytes], blocks: CachedBlocks | None) -> int:
-        """Return how many leading pieces are cached. `blocks`: what the replica tells itself, where it does."""
+    def count_cached(self, hashes: Sequence[bytes], blocks: CachedBlocks | None) -> CachedPieces:
+        """Count the leading pieces that are cached. `blocks`: what the replica tells itself, where it does."""
         names = self._names
+        num_on_host = 0
         for index, piece in enumerate(hashes):
             if piece not in names:
-                return index
+                return CachedPieces(index, num_on_host)
             name = names[piece]
-            if blocks is not None and name is not None and name not in blocks:
-                return index
-        return len(hashes)
+            if blocks is not None and name is not None:
+                if name not in blocks:
+                    return CachedPieces(index, num_on_host)
+                num_on_host += blocks.is_on_host(name)
+        return CachedPieces(len(hashes), num_on_host)
 
     def remember(self, hashes: Sequence[bytes]) -> None:
         """Take that the replica was sent a prompt."""

@@ -190,6 +190,11 @@ class ReplicaPool:
     def serving(self, model: str) -> list[Replica]:
         return [replica for replica in self._replicas.values() if replica.serves(model)]
 
+    def has_substitute(self, replica: Replica) -> bool:
+        """Whether another that may be sent requests serves each model of this one."""
+        others = [[other for other in self.serving(model.name) if other is not replica] for model in replica.models]
+        return bool(others) and all(any(other.is_usable for other in group) for group in others)
+
     def is_needed(self, replica: Replica) -> bool:
         """Whether fewer than half are up of those that serve a model of this replica; of all, where it told none."""
         groups = [self.serving(model.name) for model in replica.models] or [list(self._replicas.values())]

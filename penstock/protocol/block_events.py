@@ -22,15 +22,17 @@ class BlockSnapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     number: int  # of the last changes that are in it
     block_tokens: int
     names: bytes
+    on_host: bytes = b""  # those of them that must be copied to the device before they can be read
 
 
 class BlockChanges(msgspec.Struct, frozen=True, tag="changes", omit_defaults=True):
     """What has changed since the message before."""
 
     number: int
-    stored: bytes = b""
+    stored: bytes = b""  # on the device
     removed: bytes = b""
     cleared: bool = False  # everything, before what is stored here
+    to_host: bytes = b""  # no longer on the device, but in the host's memory
 
 
 class KeepAlive(msgspec.Struct, frozen=True, tag="alive"):

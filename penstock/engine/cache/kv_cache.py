@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.block_hash import BlockHash, BlockHasher, Salt
-from penstock.engine.cache.block_log import BlockLog
+from penstock.engine.cache.block_log import BlockLog, Whereabouts
 from penstock.engine.cache.block_pool import BlockPool
 from penstock.engine.cache.host_tier import HostTier
 from penstock.engine.scheduler.step_plan import TierCopy
@@ -180,6 +180,11 @@ class KvCache:
         """Return the names of all blocks that a prompt can find, in whatever tier."""
         return {*self.pool.names(), *(self.host_tier.names() if self.host_tier is not None else ())}
 
+    def names_on_host(self) -> list[BlockHash]:
+        """Return the names of those blocks that the host tier alone has."""
+        tier_names = self.host_tier.names() if self.host_tier is not None else []
+        return [name for name in tier_names if self.pool.find(name) is None]
+
     def note(self, cache: RequestCache, num_tokens: int, num_cached_tokens: int) -> PromptNote:
         """Return what a gateway may know of a request's prompt."""
         names = cache.names[: num_tokens // self.block_tokens]
@@ -248,13 +253,11 @@ class KvCache:
 
     def _give_name(self, block: int, name: BlockHash) -> None:
         if self.pool.give_name(block, name) and self.block_log is not None:
-            self.block_log.store(name)
+            self.block_log.note(name, Whereabouts.DEVICE)
 
     def _note_loss(self, name: BlockHash | None) -> None:
-        """A tier has lost a block; tell those who listen, unless another tier has it."""
-        if self.block_log is not None and name is not None and not self._is_findable(name):
-            self.block_log.remove(name)
-
-    def _is_findable(self, name: BlockHash) -> bool:
-        tier = self.host_tier
-        return self.pool.find(name) is not None or (tier is not None and tier.find(name) is not None)
+        """A tier has lost a block; tell those who listen, unless the device has it still."""
+        if self.block_log is None or name is None or self.pool.find(name) is not None:
+            return
+        is_on_host = self.host_tier is not None and self.host_tier.find(name) is not None
+        self.block_log.note(name, Whereabouts.HOST if is_on_host else Whereabouts.NOWHERE)

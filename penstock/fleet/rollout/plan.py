@@ -66,6 +66,9 @@ def check_rollout(model: str, section: RolloutSection, option: str) -> None:
         raise ConfigError(f"{where}.steps", list(section.steps), "give rising percents that end with 100")
     if not all(0 <= share <= WHOLE for share in section.split.values()) or sum(section.split.values()) > WHOLE:
         raise ConfigError(f"{where}.split", section.split, "give percents that are at most 100 together")
+    if section.stable in section.split and not math.isclose(sum(section.split.values()), WHOLE):
+        right = f"leave {section.stable!r} out, which gets what is left of 100, or give percents that are 100 together"
+        raise ConfigError(f"{where}.split", section.split, right)
     if not 0 < section.shadow_percent <= WHOLE:
         raise ConfigError(f"{where}.shadow_percent", section.shadow_percent, "give a percent over 0, at most 100")
     if section.max_shadows < 1:

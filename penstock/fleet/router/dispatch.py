@@ -38,7 +38,7 @@ class Wish:
 class Placement:
     """A request's place on a replica. Release it once, when the request has ended there."""
 
-    def __init__(self, dispatcher: "Dispatcher", choice: Choice, lane: "_Lane") -> None:
+    def __init__(self, dispatcher: "Dispatcher", choice: Choice, lane: "_Lane", max_tokens: int | None) -> None:
         self.choice = choice
         self.replica: Replica = choice.replica
         self.policy = lane.policy_name
@@ -48,7 +48,7 @@ class Placement:
         self._kind = _kind_of(self.replica)
         self.is_answered = False  # by the replica, be it with a mistake of the caller's
         self._is_held = True
-        lane.forecast.note_begin(self._kind, self, self._began)
+        lane.forecast.note_begin(self._kind, self, self._began, max_tokens)
         self.replica.num_in_flight += 1
 
     def note_first_byte(self, note: PromptNote | None, *, is_first_token: bool) -> None:
@@ -195,7 +195,7 @@ class Dispatcher:
         # Of the version that was wanted; of another only where that one has no place.
         candidates = [replica for replica in able if replica.version == able[0].version]
         choice = lane.policy.choose(wish.query, candidates)
-        return Placement(self, choice, lane)
+        return Placement(self, choice, lane, wish.query.most_output_tokens)
 
     def _eligible(self, query: RouteQuery) -> list[Replica]:
         """Return the replicas of the versions that may answer a request, those of the wanted one first."""

@@ -1,7 +1,8 @@
 """How soon one more request has its turn while replicas are full: from how fast places on them came free.
 
-Places on replicas of one kind are as good as each other; a request waits for some of the kinds, and only for these it
-is told how they come free. Time is the caller's. Knows nothing of replicas, policies or who waits in which order.
+How long a request keeps its place is told by others whose answers could become about as long. Places on replicas of one
+kind are as good as each other; a request waits for some of the kinds, and only for these it is told how they come free.
+Time is the caller's. Knows nothing of replicas, policies or who waits in which order.
 """
 
 from collections.abc import Collection, Hashable, Iterable, Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 _SMOOTHING = 0.2
+_MAX_TOKENS = 1 << 20  # answers that may become longer than this are as long as each other
 _LEAST_SECONDS = 1e-9  # between two moments of which a rate is made
 
 
@@ -36,13 +38,44 @@ class Want(NamedTuple):
 
 
 @dataclass(slots=True)
+class _Length:
+    """Requests whose answers may become about as long as each other's."""
+
+    held: dict[Hashable, float] = field(default_factory=dict)  # places that they have, and since when: oldest first
+    seconds_per_request: float | None = None
+
+    def rate(self, typical: float, now: float) -> float:
+        """Return how fast they end if each takes as long as is typical, or as long again as it has."""
+        rate, num_left = 0.0, len(self.held)
+        for began in self.held.values():  # those that took longer than is typical come first
+            if now - began <= typical:
+                break
+            rate += 1 / max(now - began, _LEAST_SECONDS)
+            num_left -= 1
+        return rate + num_left / max(typical, _LEAST_SECONDS)
+
+
+@dataclass(slots=True)
 class _Pace:
     """How the places of one kind come free."""
 
-    held: dict[Hashable, float] = field(default_factory=dict)  # those that requests have, and since when: oldest first
+    lengths: dict[int, _Length] = field(default_factory=dict)  # by how long answers may become, in powers of two
+    length_of: dict[Hashable, int] = field(default_factory=dict)  # of whoever has a place
     seconds_per_release: float | None = None  # while others waited for them
     seconds_per_request: float | None = None
     released_at: float | None = None
+
+    def begin(self, place: Hashable, max_tokens: int | None, now: float) -> None:
+        length = min(max_tokens or 0, _MAX_TOKENS).bit_length()
+        self.length_of[place] = length
+        self.lengths.setdefault(length, _Length()).held[place] = now
+
+    def end(self, place: Hashable, now: float, *, is_answered: bool) -> None:
+        length = self.lengths[self.length_of.pop(place)]
+        seconds = now - length.held.pop(place)
+        if is_answered:
+            length.seconds_per_request = _smoothed(length.seconds_per_request, seconds)
+            self.seconds_per_request = _smoothed(self.seconds_per_request, seconds)
 
     def rate(self, now: float) -> float:
         """Return how many come free each second; 0 where there is none that could.
@@ -53,27 +86,26 @@ class _Pace:
         rates = []
         if self.seconds_per_release is not None:
             rates.append(1 / max(self.seconds_per_release, _LEAST_SECONDS))
-        if self.held:
+        if self.length_of:
             rates.append(self._rate_of_held(now))
         if rates and self.released_at is not None:
-            rates.append(max(1, len(self.held)) / max(now - self.released_at, _LEAST_SECONDS))
+            rates.append(max(1, len(self.length_of)) / max(now - self.released_at, _LEAST_SECONDS))
         return min(rates, default=0.0)
 
     def _rate_of_held(self, now: float) -> float:
-        """Return how fast those who hold places end if each takes as long as others did, or as long again as it has.
+        """Return how fast those who hold places end if each takes as long as others of its length did.
 
-        Where nothing is known of others, all take as long as the oldest.
+        As long as any did where none of its length has ended; where none has at all, as long as the oldest.
         """
+        held = [length for length in self.lengths.values() if length.held]
         typical = self.seconds_per_request
         if typical is None:
-            typical = 0.0 if self.seconds_per_release is not None else now - next(iter(self.held.values()))
-        rate, num_left = 0.0, len(self.held)
-        for began in self.held.values():  # those that took longer than is usual come first
-            if now - began <= typical:
-                break
-            rate += 1 / max(now - began, _LEAST_SECONDS)
-            num_left -= 1
-        return rate + num_left / max(typical, _LEAST_SECONDS)
+            oldest = min(next(iter(length.held.values())) for length in held)
+            typical = 0.0 if self.seconds_per_release is not None else now - oldest
+        return sum(
+            length.rate(typical if length.seconds_per_request is None else length.seconds_per_request, now)
+            for length in held
+        )
 
 
 class Forecast:
@@ -85,10 +117,11 @@ class Forecast:
     @property
     def has_held(self) -> bool:
         """Whether a request has a place."""
-        return any(pace.held for pace in self._paces.values())
+        return any(pace.length_of for pace in self._paces.values())
 
-    def note_begin(self, kind: PlaceKind, place: Hashable, now: float) -> None:
-        self._paces.setdefault(kind, _Pace()).held[place] = now
+    def note_begin(self, kind: PlaceKind, place: Hashable, now: float, max_tokens: int | None = None) -> None:
+        """Take that a request has a place; `max_tokens`: how long each of its answers may become, where it says so."""
+        self._paces.setdefault(kind, _Pace()).begin(place, max_tokens, now)
 
     def note_end(
         self, kind: PlaceKind, place: Hashable, now: float, waiting: Iterable[Want], *, is_answered: bool
@@ -98,9 +131,7 @@ class Forecast:
         A request that was answered tells how long one takes.
         """
         pace = self._paces[kind]
-        began = pace.held.pop(place)
-        if is_answered:
-            pace.seconds_per_request = _smoothed(pace.seconds_per_request, now - began)
+        pace.end(place, now, is_answered=is_answered)
         if pace.released_at is not None:
             pace.seconds_per_release = _smoothed(pace.seconds_per_release, now - pace.released_at)
         # Only while somebody waits for them do places come free as fast as they can.

@@ -6,8 +6,9 @@ too few others are up. Knows nothing of requests.
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import aiohttp
 from yarl import URL
@@ -32,6 +33,9 @@ from penstock.protocol.identity import IDENTITY_HEADER, Identity, decode_identit
 _MODELS_EVERY = 10  # probes
 _MAX_BYTES = 1024 * 1024  # of what a replica tells of itself
 _REFUSED_US = (401, 403)
+# The gateway's own event loop has stood still where a pause between two beats took so much longer than it should.
+_BEAT_SECONDS = 0.2
+_LATE_SECONDS = 0.5
 
 
 class _TooLarge(aiohttp.ClientPayloadError):
@@ -44,6 +48,19 @@ class _Answer(NamedTuple):
     identity: Identity | None
 
 
+class Lines(Protocol):
+    """The connections on which replicas have requests."""
+
+    def give_up_silent(self, url: str, seconds: float) -> None:
+        """Give up every answer of a replica of which nothing has come for so long."""
+
+    def give_up_unanswered(self, url: str) -> None:
+        """Give up every answer of a replica of which not even the head has come."""
+
+    def is_heard(self, url: str, seconds: float) -> bool:
+        """Whether anything came from a replica within the last so many seconds."""
+
+
 class HealthMonitor:
     def __init__(
         self,
@@ -51,26 +68,28 @@ class HealthMonitor:
         session: aiohttp.ClientSession,
         on_probe: Callable[[], None],
         introductions: Introductions | None = None,
-        on_unheard: Callable[[str, float], None] = lambda url, seconds: None,
+        lines: Lines | None = None,
     ) -> None:
         """`on_probe` is called behind each probe: somebody may be served now.
 
-        `on_unheard` is told of a replica that probes do not hear, or whose engine stands still, and how long an answer
-        must have been silent to be given up for that.
+        `lines` is where what a replica has is given up when probes do not hear it, or its engine stands still.
         """
         self._pool = pool
         self._session = session
         self._on_probe = on_probe
-        self._on_unheard = on_unheard
+        self._lines = lines
         self._introductions = introductions if introductions is not None else Introductions()
         self._timeout = aiohttp.ClientTimeout(total=pool.health.probe_timeout_seconds)
         self._num_probes: dict[str, int] = {}
         self._missed: dict[tuple[str, str], str] = {}  # URLs and paths that tell us nothing, and why
         self._under_way: set[str] = set()  # URLs
+        self._beat_at = -math.inf  # when this gateway's own event loop last came round
+        self._stood_still_at = -math.inf
 
     async def run(self) -> None:
         """Probe for ever; at once when replicas were added. One that hangs delays nobody else's probe."""
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._beat())
             while True:
                 self._pool.added.clear()
                 replicas = self._known()
@@ -117,7 +136,10 @@ class HealthMonitor:
         try:
             answer = await self._ask(replica, replica.adapter.ready_path)
         except UPSTREAM_ERRORS as error:
-            note_failure(replica, error)
+            if isinstance(error, asyncio.TimeoutError) and self._is_mute(replica):
+                self._eject_mute(replica)
+            else:
+                note_failure(replica, error)
             if is_unheard(error) and replica.breaker.seconds_until_try is not None:
                 self._give_up_silent(replica)
             return
@@ -132,9 +154,38 @@ class HealthMonitor:
     def _give_up_silent(self, replica: Replica) -> None:
         """Say that nothing will come of what a replica has and is silent about."""
         # Streams of ours can move; those of others could only be cut, and perhaps they are no more than busy.
-        if replica.adapter.can_frame:
+        if replica.adapter.can_frame and self._lines is not None:
             health = self._pool.health
-            self._on_unheard(replica.url, health.failures_to_eject * health.probe_timeout_seconds)
+            self._lines.give_up_silent(replica.url, health.failures_to_eject * health.probe_timeout_seconds)
+
+    def _is_mute(self, replica: Replica) -> bool:
+        """Whether a replica that let a probe run out stands still: it says nothing at all, and others can do its work.
+
+        A Penstock server answers probes however busy its engine is, and one whose answers flow is only slow.
+        """
+        if self._lines is None or not replica.adapter.can_frame or not self._pool.has_substitute(replica):
+            return False
+        seconds = self._pool.health.probe_timeout_seconds
+        now = asyncio.get_running_loop().time()
+        # What came while this gateway stood still it has not read yet.
+        was_awake = now - self._beat_at < _BEAT_SECONDS + _LATE_SECONDS and now - self._stood_still_at > seconds
+        return was_awake and not self._lines.is_heard(replica.url, seconds)
+
+    def _eject_mute(self, replica: Replica) -> None:
+        """Have whoever waits for a first byte of it ask another, without waiting for more probes to run out."""
+        assert self._lines is not None
+        seconds = self._pool.health.probe_timeout_seconds
+        replica.breaker.on_failure(f"nothing at all was heard of it for {seconds:.3g} s", is_fatal=True)
+        self._lines.give_up_unanswered(replica.url)
+
+    async def _beat(self) -> None:
+        """Note when this gateway's own event loop stood still: it took nothing in, whoever spoke."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            self._beat_at = before = clock()
+            await asyncio.sleep(_BEAT_SECONDS)
+            if clock() - before > _BEAT_SECONDS + _LATE_SECONDS:
+                self._stood_still_at = clock()
 
     async def _lack(self, replica: Replica, answer: _Answer) -> str | None:
         """Return why a replica that answers so is not ready."""

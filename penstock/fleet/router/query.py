@@ -127,6 +127,11 @@ class RouteQuery:
         """Whether the answer is to tell what the model thinks of each token; 0 of a text completion says so too."""
         return self._head.logprobs is not None and self._head.logprobs is not False
 
+    @property
+    def most_output_tokens(self) -> int | None:
+        """How long one answer may become, where the caller says."""
+        return self._head.most_output_tokens
+
     @functools.cached_property
     def session(self) -> str:
         """What requests that belong together have in common: what the caller says, or how the conversation began."""

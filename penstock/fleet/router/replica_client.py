@@ -7,6 +7,7 @@ read) took longer than all else on the way to a first byte. Knows nothing of rou
 
 import asyncio
 import functools
+import math
 import ssl
 from collections.abc import Mapping
 from types import TracebackType
@@ -194,6 +195,7 @@ class _Connection(asyncio.Protocol):
         self._is_in_head = False
         self._head_clock: asyncio.TimerHandle | None = None
         self._heard_at = self._loop.time()
+        self.byte_at = -math.inf  # when anything last came, whatever it was
 
     # ------------------------------------------------------------ for the client
 
@@ -227,6 +229,11 @@ class _Connection(asyncio.Protocol):
         if self._answer is not None and is_silent and not self._is_paused:
             self._fail(TimeoutError("nothing came from the replica, and it answers nobody"))
 
+    def cut_if_unanswered(self) -> None:
+        """Give up an answer of which not even the head has come."""
+        if self._answer is not None and not self._answer.status:
+            self._fail(TimeoutError("nothing came from the replica, and it answers nobody"))
+
     # ------------------------------------------------------------ asyncio's
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -247,6 +254,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._is_answering = True
         self._num_other_bytes += len(data)
+        self.byte_at = self._loop.time()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -254,7 +262,7 @@ class _Connection(asyncio.Protocol):
             return
         answer = self._answer
         if answer is None or answer.status:
-            self._heard_at = self._loop.time()  # what only tells that an answer is yet to come gains no time
+            self._heard_at = self.byte_at  # what only tells that an answer is yet to come gains no time
         if answer is None:
             return
         if not answer.status:
@@ -383,6 +391,16 @@ class ReplicaClient:
         """Have whoever has heard nothing for so long of the replica at `url` hear that it is lost."""
         for connection in [item for item in self._open if item.url == url]:
             connection.cut_if_silent(seconds)
+
+    def give_up_unanswered(self, url: str) -> None:
+        """Have whoever waits for the head of an answer of the replica at `url` hear that it is lost."""
+        for connection in [item for item in self._open if item.url == url]:
+            connection.cut_if_unanswered()
+
+    def is_heard(self, url: str, seconds: float) -> bool:
+        """Whether anything came within the last so many seconds on a connection to `url` that is open."""
+        since = asyncio.get_running_loop().time() - seconds
+        return any(connection.byte_at >= since for connection in self._open if connection.url == url)
 
     def close(self) -> None:
         for connection in list(self._open):

@@ -1,9 +1,10 @@
 """How long a replica takes to a first token, learnt from the requests that were answered.
 
-    seconds = fixed + uncached tokens + what attention reads for them + requests that decode beside
+    seconds = fixed + uncached tokens + what attention reads for them + tokens on the host + requests that decode beside
 
-The tokens are those of the prompt that are not cached and of the prompts before it that are not done. No coefficient is
-below zero, and older requests count less. Knows numbers only; nothing of replicas or time.
+The tokens are those of the prompt and of the prompts before it that are not done: what is not cached is computed, and
+what only the host's memory has is copied to the device. No coefficient is below zero, and older requests count less.
+Knows numbers only; nothing of replicas or time.
 """
 
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ _SWEEPS = 8
 _SHORTEST_SECONDS = 0.005
 _MOST_SURPRISE = 4.0  # times the expected: what took longer counts as that
 # What a small model on a middling device takes, until something was seen.
-_FIRST_GUESS = (0.02, 0.1, 0.001, 0.001)
-_UNITS = (1.0, 1e-3, 1e-6, 1.0)  # seconds; per thousand tokens; per million pairs; per request
+_FIRST_GUESS = (0.02, 0.1, 0.001, 0.01, 0.001)
+_UNITS = (1.0, 1e-3, 1e-6, 1e-3, 1.0)  # seconds; per thousand tokens; per million pairs; as tokens; per request
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +26,20 @@ class PrefillWork:
 
     tokens: float = 0.0  # not cached
     pairs: float = 0.0  # over these, the tokens that each looks at
+    copied: float = 0.0  # tokens that are cached, but not on the device
 
     def plus(self, other: "PrefillWork", share: float = 1.0) -> "PrefillWork":
-        return PrefillWork(self.tokens + share * other.tokens, self.pairs + share * other.pairs)
+        return PrefillWork(
+            self.tokens + share * other.tokens,
+            self.pairs + share * other.pairs,
+            self.copied + share * other.copied,
+        )
 
 
-def prefill_work(num_prompt_tokens: float, num_cached_tokens: float) -> PrefillWork:
+def prefill_work(num_prompt_tokens: float, num_cached_tokens: float, num_on_host: float = 0.0) -> PrefillWork:
+    """`num_on_host`: of the cached tokens, how many must be copied to the device."""
     tokens = max(0.0, num_prompt_tokens - num_cached_tokens)
-    return PrefillWork(tokens, tokens * (num_prompt_tokens - tokens / 2))
+    return PrefillWork(tokens, tokens * (num_prompt_tokens - tokens / 2), min(num_on_host, num_cached_tokens))
 
 
 class TtftModel:
@@ -50,11 +57,11 @@ class TtftModel:
 
     def work_seconds(self, work: PrefillWork) -> float:
         """Return how long the work alone keeps a replica busy."""
-        return self._coefficients[1] * work.tokens * _UNITS[1] + self._coefficients[2] * work.pairs * _UNITS[2]
+        return self.compute_seconds(work) + self._coefficients[3] * work.copied * _UNITS[3]
 
-    def decode_seconds(self, num_decoding: float) -> float:
-        """Return what so many requests that decode add."""
-        return self._coefficients[3] * num_decoding
+    def compute_seconds(self, work: PrefillWork) -> float:
+        """Return how long that part of it takes that is not copied but computed."""
+        return self._coefficients[1] * work.tokens * _UNITS[1] + self._coefficients[2] * work.pairs * _UNITS[2]
 
     def observe(self, work: PrefillWork, num_decoding: float, seconds: float) -> None:
         """Learn from a request that was answered."""
@@ -81,5 +88,5 @@ class TtftModel:
                 values[index] = max(0.0, wanted / (row[index] + _INERTIA))
 
 
-def _features(work: PrefillWork, num_decoding: float) -> tuple[float, float, float, float]:
-    return 1.0, work.tokens * _UNITS[1], work.pairs * _UNITS[2], num_decoding
+def _features(work: PrefillWork, num_decoding: float) -> tuple[float, float, float, float, float]:
+    return 1.0, work.tokens * _UNITS[1], work.pairs * _UNITS[2], work.copied * _UNITS[3], num_decoding

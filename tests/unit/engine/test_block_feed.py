@@ -50,6 +50,32 @@ def test_a_listener_knows_what_the_cache_holds_after_every_change(num_slots, pro
             known.apply(changes)
         assert len(known) == len(cache.names())
         assert all(short_name(name) in known for name in cache.names())
+        on_host = set(cache.names_on_host())
+        assert [known.is_on_host(short_name(name)) for name in cache.names()] == [
+            name in on_host for name in cache.names()
+        ]
+        if not prompts[0][0][0]:  # whoever comes later hears the same
+            late = CachedBlocks(feed.join(b"late")[1])
+            assert all(late.is_on_host(short_name(name)) == (name in on_host) for name in cache.names())
+
+
+def test_what_leaves_the_device_for_the_host_is_told_and_that_it_is_back():
+    cache = make_cache(num_blocks=4, num_slots=8)
+    feed = BlockFeed(cache)
+    known = CachedBlocks(feed.join(b"gateway")[1])
+    first = [short_name(name) for name in run_prompt(cache, list(range(9))).names]
+
+    def look() -> list[tuple[bool, bool]]:
+        changes = feed.take()
+        assert changes is not None
+        known.apply(changes)
+        return [(name in known, known.is_on_host(name)) for name in first]
+
+    assert look() == [(True, False)] * 2
+    run_prompt(cache, list(range(50, 62)))
+    assert look() == [(True, True)] * 2
+    run_prompt(cache, list(range(9)))
+    assert look() == [(True, False)] * 2
 
 
 def test_a_snapshot_tells_what_was_there_before():

@@ -108,6 +108,33 @@ def test_a_file_and_the_command_line_add_up(tmp_path):
         ("discovery.ray = [{version = 'a b'}]", r"discovery.ray\[0\].version: 'a b'"),
         ("aliases = { a = 'b', b = 'c' }", "aliases.a: 'b' .* alias itself: give the name that replicas use"),
         ("aliases = { a = 'a' }", "aliases.a: 'a' .* alias itself"),
+        ("aliases = { '' = 'm' }", "aliases: {'': 'm'} .* neither name may be empty"),
+        ("aliases = { a = ' ' }", "aliases: {'a': ' '} .* neither name may be empty"),
+        ("models.''.policy = 'kv-aware'", "--fleet models: '' .* a model's name"),
+        (
+            "replicas = [{url = 'http://localhost:8000'}, {url = 'http://127.0.0.1:8000', version = 'b'}]",
+            r"replicas\[1\].url: 'http://127.0.0.1:8000' .* replicas\[0\].url is the same server",
+        ),
+        (
+            "replicas = [{url = 'http://[::1]:8000'}, {url = 'http://localhost:8000/'}]",
+            r"replicas\[1\].url: 'http://localhost:8000/' .* replicas\[0\].url is the same server",
+        ),
+        (
+            "rollouts.m.split = { stable = 50, b = 20 }",
+            "rollouts.m.split: {'stable': 50.0, 'b': 20.0} .* leave 'stable' out, .* 100 together",
+        ),
+        (
+            "autoscaler.m.backend = {kind = 'local', serve = ['m', '--port', '9']}",
+            "autoscaler.m.backend.*serve: '--port' .* leave --host and --port out",
+        ),
+        (
+            "autoscaler.m.backend = {kind = 'local', serve = ['m', '--host=::']}",
+            "autoscaler.m.backend.*serve: '--host=::' .* leave --host and --port out",
+        ),
+        (
+            "autoscaler.m.backend = {kind = 'local', serve = ['m'], devices = ['0', '1', '0']}",
+            r"autoscaler.m.backend.*devices\[2\]: '0' .* once",
+        ),
         ("[[", "TOML"),
     ],
 )
@@ -116,6 +143,24 @@ def test_a_mistake_is_named(tmp_path, text, says):
     file.write_text(text)
     with pytest.raises(ConfigError, match=says):
         read_fleet(file)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # Servers of either kind of address may stand side by side on one port, and localhost on another.
+        "replicas = [{url = 'http://127.0.0.1:8000'}, {url = 'http://[::1]:8000'}, {url = 'http://localhost:8001'}]",
+        "rollouts.m.split = { b = 10 }",
+        "rollouts.m.split = { stable = 66.6, b = 33.4 }",
+        # Models that need little of a device may share it.
+        "autoscaler.a.backend = {kind = 'local', serve = ['a'], devices = ['0']}\n"
+        "autoscaler.b.backend = {kind = 'local', serve = ['b'], devices = ['0']}",
+    ],
+)
+def test_what_only_looks_like_a_mistake_is_taken(tmp_path, text):
+    file = tmp_path / "fleet.toml"
+    file.write_text(text)
+    read_fleet(file)
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.1:8000", "http://10.0.0.1:8000/"])

@@ -63,6 +63,27 @@ def test_a_wait_grows_while_nothing_comes_free() -> None:
     assert places.wait() == pytest.approx(60.0)
 
 
+def test_places_that_long_answers_have_are_expected_to_be_held_as_long_as_such_were() -> None:
+    forecast, now = Forecast(), 0.0
+
+    def run(seconds: float, max_tokens: int | None) -> None:
+        nonlocal now
+        forecast.note_begin(KIND, "place", now, max_tokens)
+        now += seconds
+        forecast.note_end(KIND, "place", now, [WANT], is_answered=True)
+
+    run(20.0, 1000)
+    for _ in range(20):
+        run(1.0, 16)
+    for place in range(2):
+        forecast.note_begin(KIND, place, now, 900)
+    assert forecast.expected_wait([KIND], {}, now) == pytest.approx(10.0)  # two places, twenty seconds each
+    for place in range(2):
+        forecast.note_end(KIND, place, now, [], is_answered=False)
+        forecast.note_begin(KIND, place, now, 20 if place else None)  # nobody has said nothing before: as any
+    assert forecast.expected_wait([KIND], {}, now) == pytest.approx(1.0, rel=0.3)
+
+
 _steps = st.lists(
     st.tuples(st.floats(0.0, 30.0), st.integers(0, 4), st.booleans()), min_size=1, max_size=30
 )  # seconds, the place that ends then, and whether it was answered

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import re
+import time
 from pathlib import Path
 
 import aiohttp
@@ -825,6 +826,84 @@ async def test_what_a_replica_of_which_nothing_is_heard_had_goes_on_elsewhere(ki
         if streams:
             events = events_in(await answered.read())
             assert (text_of(events), events[-1]) == ("one two", "[DONE]")
+
+
+# One probe that runs out must do: no number of them would eject within a test.
+PATIENT = msgspec.structs.replace(
+    QUICK, health=msgspec.structs.replace(QUICK.health, probe_timeout_seconds=0.3, failures_to_eject=1000)
+)
+
+
+async def never_answer(replica, request, body):
+    await asyncio.sleep(60)
+    return web.Response()
+
+
+async def test_who_waits_for_a_replica_that_says_nothing_at_all_is_answered_by_another():
+    async with (
+        HangingReplica(answer=never_answer).running() as stopped,
+        FakeReplica().running() as good,
+        running_gateway(stopped, good, config=PATIENT) as running,
+    ):
+        found = running.gateway.pool.find
+        found(good.url).num_in_flight = 9  # so that the other gets it
+        await asyncio.sleep(0.3)
+        began = time.monotonic()
+        assert (await running.ask()).status == 200
+        assert time.monotonic() - began < 2.0
+        assert len(stopped.received) == len(good.received) == 1
+        breaker = found(stopped.url).breaker
+        assert breaker.num_ejections == 1 and "nothing at all was heard of it for 0.3 s" in breaker.reason
+
+
+async def test_a_replica_whose_answers_flow_is_not_ejected_for_a_late_probe():
+    async def flow(replica, request, body):
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for _ in range(20):
+            await response.write(b'data: {"a": 1}\n\n')
+            await asyncio.sleep(0.05)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async with (
+        HangingReplica(answer=flow).running() as busy,
+        FakeReplica().running() as good,
+        running_gateway(busy, good, config=PATIENT) as running,
+    ):
+        found = running.gateway.pool.find
+        found(good.url).num_in_flight = 9
+        await asyncio.sleep(0.3)
+        answered = await running.ask(stream=True)
+        assert events_in(await answered.read())[-1] == "[DONE]"
+        assert found(busy.url).breaker.num_ejections == 0 and not good.received
+
+
+async def test_nobody_is_ejected_for_silence_where_no_other_could_answer():
+    async with HangingReplica(answer=never_answer).running() as only, running_gateway(only, config=PATIENT) as running:
+        await asyncio.sleep(0.3)
+        asked = asyncio.create_task(running.ask())
+        await asyncio.sleep(1.0)
+        assert running.gateway.pool.find(only.url).breaker.num_ejections == 0
+        asked.cancel()
+
+
+async def test_a_gateway_that_stood_still_itself_ejects_nobody():
+    class SlowReplica(FakeReplica):
+        async def _ready(self, request):
+            await asyncio.sleep(0.1)
+            return await super()._ready(request)
+
+    async with (
+        SlowReplica().running() as one,
+        SlowReplica().running() as other,
+        running_gateway(one, other, config=PATIENT) as running,
+    ):
+        await asyncio.sleep(0.3)
+        for _ in range(3):
+            time.sleep(0.8)  # noqa: ASYNC251 - the whole event loop stands still
+            await asyncio.sleep(0.3)
+        assert [running.gateway.pool.find(item.url).breaker.num_ejections for item in (one, other)] == [0, 0]
 
 
 @pytest.mark.parametrize("streams", [True, False])

@@ -77,6 +77,26 @@ def test_what_a_replica_says_it_evicted_is_not_expected_there(clock, replicas):
     assert policy.choose(make_query(prompt=prompt(1)), [choice.replica]).cached_tokens == 50 * 64
 
 
+def test_a_prompt_that_a_replica_copies_from_its_host_keeps_others_away(clock, replicas):
+    """Copies take the device as computing does, and the gateway learns how long."""
+    policy = KvAware(seed=1)
+    names = list(range(1, 101))
+    replica = replicas[0]
+    replica.blocks = CachedBlocks(BlockSnapshot(0, 16, pack(names)))
+    answer(policy, policy.choose(make_query(prompt=prompt(1)), [replica]), clock, note=PromptNote(6400, 0, 64, names))
+    for number in range(60):
+        is_on_host = number % 2
+        moved = {"to_host": pack(names)} if is_on_host else {"stored": pack(names)}
+        replica.blocks.apply(BlockChanges(number + 1, **moved))
+        choice = policy.choose(make_query(prompt=prompt(1)), [replica])
+        answer(policy, choice, clock, 3.0 if is_on_host else 0.03, note=PromptNote(6400, 6400, 64, names))
+        clock.now += 60
+    assert 0.5 < (policy.choose(make_query(prompt=prompt(1)), [replica]).predicted_ttft_seconds or 0) < 4.0
+    # It has that before it now: what would have to be computed anywhere goes elsewhere, whatever that replica did.
+    policy.choose(make_query(prompt=prompt(3, 640)), [replicas[1]])
+    assert policy.choose(make_query(prompt=prompt(2)), replicas[:2]).replica is replicas[1]
+
+
 def test_a_replica_with_work_before_it_is_passed_over_by_new_prompts(clock, replicas):
     policy = KvAware(seed=1)
     chosen = [policy.choose(make_query(prompt=prompt(number)), replicas).replica.name for number in range(8)]

@@ -39,6 +39,7 @@ _MAX_PAUSE_SECONDS = 60.0
 _STABLE_SECONDS = 60.0  # that one must have been ready, or its end counts as a failed start
 _LOST_SECONDS = 60.0  # that one may be ejected before it is taken to hang
 _SHOWN_LINES = 5  # of what a process said last
+_OWN_OPTIONS = ("--host", "--port")  # given to each process by this backend
 
 log = logging.getLogger("penstock.autoscaler")
 
@@ -47,6 +48,16 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     serve: tuple[str, ...]  # what follows `penstock serve`: the model and its options, without host and port
     devices: tuple[str, ...] = ()  # values of CUDA_VISIBLE_DEVICES, one process on each; none: all see all
     key_file: str | None = None  # holds the key with which the gateway asks for models and metrics
+
+    def __post_init__(self) -> None:
+        for argument in self.serve:
+            if argument.partition("=")[0] in _OWN_OPTIONS:
+                own = "every replica gets an address of its own"
+                raise ValueError(f"serve: {argument!r} is not usable; leave {' and '.join(_OWN_OPTIONS)} out: {own}")
+        for number, device in enumerate(self.devices):
+            if device in self.devices[:number]:
+                right = "each is for one process: name it once"
+                raise ValueError(f"devices[{number}]: {device!r} is not usable; {right}")
 
 
 @dataclass(eq=False, slots=True)

@@ -1,8 +1,8 @@
 """The replica that will answer soonest: what it must still compute, what waits before it, and what decodes beside.
 
-The part of a prompt that a replica has cached costs nothing there (`fleet.prefix_index`). Speeds are learnt from the
-answers. What one replica has is not lightly computed on another; but the more often a prefix is met, the less that
-counts, so that one that everybody uses comes to live on several replicas.
+The part of a prompt that a replica has cached costs nothing there, or a copy where its host tier has it
+(`fleet.prefix_index`). Speeds are learnt from the answers. What one replica has is not lightly computed on another; but
+the more often a prefix is met, the less that counts, so that one that everybody uses comes to live on several replicas.
 """
 
 import math
@@ -73,7 +73,7 @@ class KvAware(Policy):
         compute_weight = _COMPUTE_WEIGHT / (1.0 + heat)
         costs = [
             offer.seconds
-            + compute_weight * self._model.work_seconds(offer.work)
+            + compute_weight * self._model.compute_seconds(offer.work)
             + _BALANCE_WEIGHT * (view.given_seconds - least_given)
             for offer, view in zip(offers, views, strict=True)
         ]
@@ -91,7 +91,7 @@ class KvAware(Policy):
         if prompt is not None:
             view.index.learn(pending.hashes, prompt)
             # What was really to compute, in the place of what was expected.
-            real = prefill_work(prompt.num_tokens, prompt.num_cached_tokens)
+            real = prefill_work(prompt.num_tokens, prompt.num_cached_tokens, pending.work.copied)
             ahead = ahead.plus(pending.work, -1.0).plus(real)
         if seconds is not None:
             self._model.observe(ahead, pending.num_decoding, seconds)
@@ -112,8 +112,9 @@ class KvAware(Policy):
         return view
 
     def _offer(self, query: RouteQuery, replica: Replica, view: _View, now: float) -> "_Offer":
-        num_cached = view.index.count_cached(query.prefix_hashes, replica.blocks) * PIECE_TOKENS
-        work = prefill_work(query.num_prompt_tokens, num_cached)
+        pieces = view.index.count_cached(query.prefix_hashes, replica.blocks)
+        num_cached = pieces.num_cached * PIECE_TOKENS
+        work = prefill_work(query.num_prompt_tokens, num_cached, pieces.num_on_host * PIECE_TOKENS)
         ahead = self._queue(view, now).plus(work)
         # Others than this gateway may have sent it requests; those are taken to decode.
         num_decoding = max(float(view.num_decoding), replica.busyness - len(view.pending))
