@@ -127,10 +127,11 @@ def test_batch_and_chunk_sizes_change_no_token(exact, changes):
 
 
 def test_a_cache_too_small_for_the_load_changes_no_token(exact):
-    changes = {"num_blocks": 33, "max_running": 16, "max_step_tokens": 64}
+    changes = {"num_blocks": 9, "max_context_tokens": 128, "max_running": 16, "max_step_tokens": 64}
     engine = engine_of(exact, **changes)
     engine.scheduler.placement.lengths.mean_tokens = 0.0
-    assert run(exact, exact.prompts[::4], engine=engine) == exact.reference[::4]
+    found = run(exact, exact.prompts[::4], engine=engine, params=SHORT)
+    assert found == [tokens[: SHORT.max_tokens] for tokens in exact.reference[::4]]
     assert engine.metrics.num_preemptions > 0
 
 
