@@ -19,7 +19,7 @@ import msgspec
 
 from penstock.config import gather
 from penstock.engine.builder import build_engine
-from penstock.engine.messages import Submit, TokenEvent, TokenLogprob
+from penstock.engine.messages import PromptLogprobs, Submit, TokenEvent, TokenLogprob
 from penstock.engine.scheduler.intake import check_submit
 from penstock.engine.timeline import Timeline
 from penstock.engine.tokenizer import Tokenizer
@@ -49,6 +49,7 @@ class Completion:
     num_prompt_tokens: int
     num_cached_tokens: int
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # of the prompt's tokens; the first has none
 
 
 @dataclass(slots=True)
@@ -56,11 +57,11 @@ class _Open:
     """A request under way."""
 
     assembler: TextAssembler
-    num_prompt_tokens: int
+    prompt: list[int]
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[float | None] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int = 0
 
     def take(self, event: TokenEvent) -> None:
@@ -72,7 +73,8 @@ class _Open:
         self.text.append(piece.text)
         self.token_ids += event.token_ids[:count]
         self.logprobs += (event.logprobs or [])[:count]
-        self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
         self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
 
     def completion(self, params: SamplingParams) -> Completion:
@@ -81,10 +83,16 @@ class _Open:
             text="".join(self.text),
             token_ids=self.token_ids,
             finish_reason=self.assembler.finish,
-            num_prompt_tokens=self.num_prompt_tokens,
+            num_prompt_tokens=len(self.prompt),
             num_cached_tokens=self.num_cached_tokens,
             logprobs=self.logprobs if params.logprobs is not None else None,
+            prompt_logprobs=self.read_prompt() if params.prompt_logprobs is not None else None,
         )
+
+    def read_prompt(self) -> list[TokenLogprob | None]:
+        """Return the log-probabilities of the prompt's tokens, of which the first has none."""
+        assert self.prompt_logprobs is not None
+        return [None, *self.prompt_logprobs.read(0, self.prompt[1:])]
 
 
 class LLM:
@@ -144,8 +152,9 @@ class LLM:
     def score(self, prompts: Prompt | Iterable[Prompt]) -> list[list[float | None]]:
         """Return each prompt token's log-probability given those before it; the first has none."""
         ids = self._all_ids(prompts)
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True)
-        return [request.prompt_logprobs for request in self._run(ids, [params] * len(ids))]
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        done = self._run(ids, [params] * len(ids))
+        return [[None if score is None else score.logprob for score in request.read_prompt()] for request in done]
 
     def close(self) -> None:
         """Let go of the model. What is asked afterwards raises EngineUnavailable."""
@@ -231,7 +240,7 @@ class LLM:
         return submit
 
     def _submit(self, submit: Submit, open_requests: dict[str, _Open]) -> _Open:
-        request = _Open(TextAssembler(self.tokenizer, submit.params), len(submit.prompt))
+        request = _Open(TextAssembler(self.tokenizer, submit.params), submit.prompt)
         for _, event in self._engine.submit(msgspec.structs.replace(submit, arrival=time.monotonic())):
             request.take(event)
         open_requests[submit.request_id] = request

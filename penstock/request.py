@@ -82,7 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; 0: the chosen token's; k: and the k best
-    prompt_logprobs: bool = False  # the log-probability of each prompt token given those before it
+    prompt_logprobs: int | None = None  # likewise of each prompt token, given those before it
 
     @property
     def greedy(self) -> bool:
@@ -129,6 +129,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidParameter("seed", self.seed, f"give an integer from {-(2**63)} to {2**63 - 1}")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise InvalidParameter("logprobs", self.logprobs, f"give an integer from 0 to {MAX_LOGPROBS}")
+        if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MAX_LOGPROBS:
+            raise InvalidParameter("prompt_logprobs", self.prompt_logprobs, f"give an integer from 0 to {MAX_LOGPROBS}")
         for token_id, bias in self.logit_bias.items():
             _check_token("logit_bias", token_id, vocab_size)
             if not -100.0 <= bias <= 100.0:  # nor NaN

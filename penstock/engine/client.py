@@ -137,7 +137,7 @@ def _merge(events: list[ArrivedEvent]) -> TokenEvent:
         request_id=first.request_id,
         token_ids=[token_id for event in events for token_id in event.token_ids],
         logprobs=logprobs,
-        prompt_logprobs=next((event.prompt_logprobs for event in events if event.prompt_logprobs), None),
+        prompt_logprobs=next((event.prompt_logprobs for event in events if event.prompt_logprobs is not None), None),
         num_cached_tokens=next((event.num_cached_tokens for event in events if event.num_cached_tokens), 0),
         prompt=next((event.prompt for event in events if event.prompt), None),
         finish=last.finish,

@@ -3,6 +3,8 @@
 msgspec structs, MessagePack on the wire, one ZeroMQ message per frame. Every frame is tagged by its type's name.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 from penstock.protocol.block_events import BlockChanges, BlockSnapshot
@@ -92,6 +94,9 @@ ToEngine = Submit | Abort | Hello | Goodbye | Shutdown | ExportPrefix | ImportPr
 # ---------------------------------------------------------------- engine to client
 
 
+_NUMBER_BYTES = 4
+
+
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One token's log-probability under the model's own distribution, and the best alternatives.
 
@@ -109,11 +114,56 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return list(zip(self.top_ids, self.top_logprobs, strict=True))
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities of consecutive tokens of a prompt, each given those before it, and the best in its place.
+
+    They stay packed, as the machine holds numbers, until somebody reads them: a long prompt may have a million.
+    """
+
+    own: bytes = b""  # float32 [tokens]
+    num_top: int = 0
+    top_ids: bytes = b""  # int32 [tokens, num_top], the best first
+    top_logprobs: bytes = b""  # float32 [tokens, num_top]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.own) // _NUMBER_BYTES
+
+    def behind(self, num_tokens: int) -> "PromptLogprobs":
+        """Return those behind the first so many."""
+        cut = _NUMBER_BYTES * num_tokens
+        top_cut = cut * self.num_top
+        return PromptLogprobs(self.own[cut:], self.num_top, self.top_ids[top_cut:], self.top_logprobs[top_cut:])
+
+    def read(self, start: int, token_ids: Sequence[int]) -> list[TokenLogprob]:
+        """Return what is told of these tokens, the first of which has place `start`."""
+        stop, width = start + len(token_ids), self.num_top
+        own = list(memoryview(self.own).cast("f")[start:stop])
+        if not width:
+            return [TokenLogprob(token_id, logprob) for token_id, logprob in zip(token_ids, own, strict=True)]
+        ids = list(memoryview(self.top_ids).cast("i")[start * width : stop * width])
+        best = list(memoryview(self.top_logprobs).cast("f")[start * width : stop * width])
+        return [
+            TokenLogprob(token_id, logprob, ids[place : place + width], best[place : place + width])
+            for token_id, logprob, place in zip(token_ids, own, range(0, len(ids), width), strict=True)
+        ]
+
+    @staticmethod
+    def joined(parts: "Sequence[PromptLogprobs]") -> "PromptLogprobs":
+        """Return the parts of one prompt as one."""
+        return PromptLogprobs(
+            b"".join([part.own for part in parts]),
+            parts[0].num_top if parts else 0,
+            b"".join([part.top_ids for part in parts]),
+            b"".join([part.top_logprobs for part in parts]),
+        )
+
+
 class StepEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What one step gave one request, but for its tokens. The last one carries `finish`."""
 
     request_id: str
-    prompt_logprobs: list[float | None] | None = None  # once, with the first token; the first entry is None
+    prompt_logprobs: PromptLogprobs | None = None  # once, with the first token; of all tokens but the prompt's first
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     prompt: PromptNote | None = None  # with the first token, while somebody listens to block events
     finish: FinishReason | None = None

@@ -1,7 +1,8 @@
 """Matrix products with quantised weights on an Arm CPU, from kernels that torch brings along.
 
 Activations come and go in float32; on the way in they are rounded to 8 bits, each row or piece of a row over its own
-range, so that no row's result depends on the others. Knows tensors and row counts, nothing of files or layers.
+range, so that no row is rounded by the others'. In which order float32 adds up may still depend on how many rows there
+are: torch promises none. Knows tensors and row counts, nothing of files or layers.
 
 Both classes need an Arm CPU with dot products; `four_bit_supported` and `int8_supported` say whether this one has them
 and whether this torch has the kernels. What each costs is in `docs/log.md` and measured by `scripts/cpu_kernels`.

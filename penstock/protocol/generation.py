@@ -137,7 +137,7 @@ class GenerationRequest(WireModel):
         return Targets(_seconds(wanted.ttft_ms), _seconds(wanted.time_per_token_ms))
 
     def sampling_params(
-        self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: bool = False
+        self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
     ) -> SamplingParams:
         """Return the engine's parameters. Ranges are for `SamplingParams.validate` to check."""
         given = {

@@ -89,9 +89,6 @@ class CompletionRequest(GenerationRequest):
             raise InvalidParameter("prompt", self.prompt, right)
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise InvalidParameter("logprobs", self.logprobs, f"give an integer from 0 to {MAX_LOGPROBS}")
-        if self.echo and self.logprobs:
-            right = "give 0 with echo: of a prompt's tokens only their own log-probability is known"
-            raise InvalidParameter("logprobs", self.logprobs, right)
         if self.max_tokens == 0 and not self.echo:
             raise InvalidParameter("max_tokens", 0, "give at least 1, or set echo to score the prompt alone")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from penstock.engine.messages import TokenEvent
+from penstock.engine.messages import PromptLogprobs, TokenEvent
 from penstock.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -55,7 +55,7 @@ class PromptScores:
     """The log-probabilities of a prompt's tokens: one choice has the engine find them, for all of that prompt."""
 
     def __init__(self) -> None:
-        self.logprobs: list[float | None] | None = None
+        self.logprobs: PromptLogprobs | None = None
         self.is_expected = True
         self._finder: int | None = None
 
@@ -67,7 +67,8 @@ class PromptScores:
 
     def note(self, event: TokenEvent, *, is_last: bool) -> None:
         """Take them from an event of the choice that finds them."""
-        self.logprobs = event.prompt_logprobs or self.logprobs
+        if event.prompt_logprobs is not None:
+            self.logprobs = event.prompt_logprobs
         self.is_expected = self.logprobs is None and not is_last
 
 
@@ -109,7 +110,7 @@ class Choice:
         return 1 + self._assembler.num_scores
 
     @property
-    def prompt_logprobs(self) -> list[float | None] | None:
+    def prompt_logprobs(self) -> PromptLogprobs | None:
         return None if self._scores is None else self._scores.logprobs
 
     @property

@@ -1,6 +1,7 @@
 """How many log-probabilities one call may tell: with many answers, hundreds of megabytes were asked for in a line.
 
-One answer alone may be as long as the context allows. Knows nothing of HTTP.
+One answer alone may be as long as the context allows: it takes its time. A prompt's are there at once. Knows nothing of
+HTTP.
 """
 
 from collections.abc import Sequence
@@ -21,19 +22,29 @@ def check_answer_size(
     max_tokens_name: str = "max_tokens",
     logprobs_name: str = "logprobs",
 ) -> None:
-    """Raise where several answers together would tell too many log-probabilities, those of echoed prompts included."""
+    """Raise where echoed prompts, or several answers together with theirs, would tell too many log-probabilities."""
     num_answers = len(prompts) * num_choices
-    if params.logprobs is None or num_answers == 1:
+    if params.logprobs is None:
         return
     num_told = 0
     for prompt in prompts:
         room = max_context_tokens - len(prompt.token_ids)
         most_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        num_told += most_tokens * (1 + params.logprobs) + (len(prompt.token_ids) if params.prompt_logprobs else 0)
+        num_told += _num_echoed(prompt, params) + (most_tokens * (1 + params.logprobs) if num_answers > 1 else 0)
     if num_choices * num_told > MAX_CALL_LOGPROBS:
+        if num_answers == 1:
+            right = (
+                f"the echoed prompt has {num_told} log-probabilities, and a call tells at most {MAX_CALL_LOGPROBS} of "
+                f"prompts; lower {logprobs_name}, or send a shorter prompt"
+            )
+            raise InvalidParameter(logprobs_name, params.logprobs, right)
         param, value = ("n", num_choices) if num_choices > 1 else ("prompt", f"{num_answers} prompts")
         right = (
             f"{num_answers} answers can have {num_choices * num_told} log-probabilities, and a call at most "
             f"{MAX_CALL_LOGPROBS}; lower {param}, {max_tokens_name} or {logprobs_name}"
         )
         raise InvalidParameter(param, value, right)
+
+
+def _num_echoed(prompt: Prompt, params: SamplingParams) -> int:
+    return 0 if params.prompt_logprobs is None else len(prompt.token_ids) * (1 + params.prompt_logprobs)

@@ -3,16 +3,14 @@
 Knows nothing of HTTP or of the answers.
 """
 
-from collections.abc import Sequence
-
+from penstock.engine.messages import PromptLogprobs
 from penstock.engine.tokenizer import Detokenizer, Tokenizer
 from penstock.protocol.openai_completions import CompletionLogprobs
 from penstock.server.answer import Prompt
 from penstock.server.json_parts import Grown
 from penstock.server.loop_turns import ENTRIES_A_PASS, LoopTurns
-from penstock.server.token_text import finite
-
-_SLICE_TOKENS = ENTRIES_A_PASS // 4  # each is written in four lists
+from penstock.server.text_assembly import ScoredToken
+from penstock.server.token_text import completion_logprobs
 
 
 class ScoredText:
@@ -35,7 +33,7 @@ class ScoredText:
 
 
 async def echo_prompt(
-    tokenizer: Tokenizer, prompt: Prompt, logprobs: list[float | None] | None, turns: LoopTurns, *, with_scores: bool
+    tokenizer: Tokenizer, prompt: Prompt, logprobs: PromptLogprobs | None, turns: LoopTurns, *, with_scores: bool
 ) -> ScoredText:
     """Return a prompt's text, and with scores its tokens; without `logprobs` none of them has any."""
     echoed = ScoredText()
@@ -44,17 +42,18 @@ async def echo_prompt(
         if not with_scores:
             return echoed
     detokenizer, length = Detokenizer(tokenizer), 0
-    for start in range(0, len(prompt.token_ids), _SLICE_TOKENS):
+    # Each token is written in four lists, in one of them with the best in its place.
+    slice_tokens = ENTRIES_A_PASS // (4 + (0 if logprobs is None else logprobs.num_top))
+    for start in range(0, len(prompt.token_ids), slice_tokens):
         if start:
             await turns.take(ENTRIES_A_PASS)
-        token_ids = prompt.token_ids[start : start + _SLICE_TOKENS]
+        token_ids = prompt.token_ids[start : start + slice_tokens]
         pieces, offsets = [], []
         for token_id in token_ids:
             offsets.append(length)
             pieces.append(detokenizer.push([token_id]))
             length += len(pieces[-1])
-        known = [None] * len(token_ids) if logprobs is None else logprobs[start : start + _SLICE_TOKENS]
-        scores = _scores(tokenizer, token_ids, known, offsets) if with_scores else None
+        scores = _scores(tokenizer, token_ids, start, logprobs, offsets) if with_scores else None
         echoed.add("".join(pieces) if prompt.text is None else "", scores)
     if prompt.text is None and not prompt.unfinished:  # the answer has a character that the prompt leaves unfinished
         echoed.add(detokenizer.flush(), None)
@@ -62,9 +61,20 @@ async def echo_prompt(
 
 
 def _scores(
-    tokenizer: Tokenizer, token_ids: list[int], logprobs: Sequence[float | None], offsets: list[int]
+    tokenizer: Tokenizer, token_ids: list[int], start: int, logprobs: PromptLogprobs | None, offsets: list[int]
 ) -> CompletionLogprobs:
-    texts = [tokenizer.token_texts[token_id] for token_id in token_ids]
-    scores = [None if score is None else finite(score) for score in logprobs]
-    tops = [None if score is None else {text: score} for text, score in zip(texts, scores, strict=True)]
-    return CompletionLogprobs(texts, scores, tops, offsets)
+    """Return what is told of a prompt's tokens from place `start` on. Of its first token nothing is known."""
+    num_unknown = len(token_ids) if logprobs is None else int(start == 0)
+    texts = [tokenizer.token_texts[token_id] for token_id in token_ids[:num_unknown]]
+    unknown = CompletionLogprobs(texts, [None] * num_unknown, [None] * num_unknown, offsets[:num_unknown])
+    if logprobs is None:
+        return unknown
+    found = logprobs.read(start + num_unknown - 1, token_ids[num_unknown:])
+    tokens = [ScoredToken(score, offset) for score, offset in zip(found, offsets[num_unknown:], strict=True)]
+    known = completion_logprobs(tokenizer, tokens, base=0)
+    return CompletionLogprobs(
+        unknown.tokens + known.tokens,
+        unknown.token_logprobs + known.token_logprobs,
+        unknown.top_logprobs + known.top_logprobs,
+        unknown.text_offset + known.text_offset,
+    )

@@ -117,7 +117,7 @@ async def begin_answer(
         for prompt, most in zip(prompts, most_tokens, strict=True):
             max_tokens = None if ends_itself else most
             num_public_tokens = context.shared_prefixes.count_tokens(prompt.token_ids)
-            scores = PromptScores() if params.prompt_logprobs else None
+            scores = PromptScores() if params.prompt_logprobs is not None else None
             for sample in range(num_choices):
                 index = len(choices)
                 assembler = assemblers[index]
@@ -129,8 +129,12 @@ async def begin_answer(
                 # A prompt's scores are the same for all its choices: the first that shows them has them found.
                 shown = None if so_far else scores
                 finds = shown is not None and shown.is_found_by(index)
-                seed = _seed(params.seed, sample)
-                own = msgspec.structs.replace(params, seed=seed, max_tokens=max_tokens, prompt_logprobs=finds)
+                own = msgspec.structs.replace(
+                    params,
+                    seed=_seed(params.seed, sample),
+                    max_tokens=max_tokens,
+                    prompt_logprobs=params.prompt_logprobs if finds else None,
+                )
                 if index or terms.tier is Tier.BATCH:
                     await _take_turn(context, len(prompt.token_ids) + len(so_far))
                 stream = context.engine.submit(

@@ -22,7 +22,7 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Iterable[ScoredToken], *, 
     texts, logprobs, tops, offsets = [], [], [], []
     for token in tokens:
         score = token.score
-        text, own = text_of[score.token_id], finite(score.logprob)
+        text, own = text_of[score.token_id], _finite(score.logprob)
         top = dict(zip([text_of[token_id] for token_id in score.top_ids], _all_finite(score.top_logprobs), strict=True))
         top[text] = own
         texts.append(text)
@@ -38,14 +38,14 @@ def _content_logprob(tokenizer: Tokenizer, score: TokenLogprob) -> ContentLogpro
         TopLogprob(text_of[token_id], logprob, bytes_of[token_id])
         for token_id, logprob in zip(score.top_ids, _all_finite(score.top_logprobs), strict=True)
     ]
-    return ContentLogprob(text_of[score.token_id], finite(score.logprob), bytes_of[score.token_id], top)
+    return ContentLogprob(text_of[score.token_id], _finite(score.logprob), bytes_of[score.token_id], top)
 
 
-def finite(logprob: float) -> float:
+def _finite(logprob: float) -> float:
     """Return a log-probability as JSON can write it."""
     return max(logprob, _IMPOSSIBLE)
 
 
 def _all_finite(logprobs: list[float]) -> list[float]:
     # Hardly ever is one not: a call for each of twenty would be most of the work.
-    return logprobs if min(logprobs, default=0.0) >= _IMPOSSIBLE else [finite(logprob) for logprob in logprobs]
+    return logprobs if min(logprobs, default=0.0) >= _IMPOSSIBLE else [_finite(logprob) for logprob in logprobs]

@@ -82,12 +82,17 @@ def test_scripts_can_be_executed() -> None:
 
 
 def test_make_test_runs_every_check() -> None:
-    assert [line.removeprefix("say ") for line in script("scripts/check") if line.startswith("say ")] == [
+    lines = script("scripts/check")
+    assert [line.removeprefix("say ") for line in lines if line.startswith("say ")] == [
         "ruff check .",
         "ruff format --check .",
-        "mypy",
-        "env OMP_NUM_THREADS=1 pytest --numprocesses 2 --dist loadfile tests/unit",
-        "pytest --ignore tests/unit",
+        "env OMP_NUM_THREADS=1 pytest --numprocesses 2 --dist loadfile tests/unit tests/architecture",
+        "pytest --ignore tests/unit --ignore tests/architecture",
+    ]
+    # Types, beside the first tests.
+    assert [line for line in lines if line.startswith(("mypy", "wait"))] == [
+        'mypy >"$types" 2>&1 &',
+        'wait "$checker" || { cat "$types"; exit 1; }',
     ]
 
 

@@ -86,6 +86,28 @@ def test_logprobs_are_those_of_the_chosen_tokens(client):
         assert token.logprob <= 0
 
 
+def test_an_echoed_prompt_is_scored_with_the_likeliest_in_each_place(client):
+    prompt = "The capital of France is Paris"
+
+    fields = {"model": MODEL, "prompt": prompt, "echo": True, "logprobs": 5, "temperature": 0}
+    alone = client.completions.create(**fields, max_tokens=0).choices[0]
+    assert alone.text == prompt
+    scores = alone.logprobs
+    assert scores.tokens[-1] == " Paris"
+    assert scores.token_logprobs[0] is None and scores.top_logprobs[0] is None
+    assert "".join(scores.tokens) == prompt
+    for token, own, best in list(zip(scores.tokens, scores.token_logprobs, scores.top_logprobs, strict=True))[1:]:
+        assert best[token] == own <= 0
+        assert len(best) in (5, 6) and max(best.values()) >= own
+    assert max(scores.top_logprobs[-1], key=scores.top_logprobs[-1].get) == " Paris"
+    # Once more, when all of it is cached, and beside answers.
+    for choice in client.completions.create(**fields, max_tokens=4, n=2).choices:
+        num_tokens = len(scores.tokens)
+        assert choice.logprobs.tokens[:num_tokens] == scores.tokens
+        assert choice.logprobs.token_logprobs[1:num_tokens] == pytest.approx(scores.token_logprobs[1:], abs=0.05)
+        assert len(choice.logprobs.top_logprobs) == num_tokens + 4
+
+
 def test_a_stop_string_ends_the_answer_before_it(client):
     answer = client.completions.create(model=MODEL, prompt="1, 2, 3, 4, 5,", temperature=0, max_tokens=40, stop=" 8")
     assert " 8" not in answer.choices[0].text

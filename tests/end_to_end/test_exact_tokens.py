@@ -80,13 +80,17 @@ def run(loaded, prompts, *, engine=None, params=GREEDY, **changes):
     return tokens
 
 
-def test_greedy_tokens_equal_transformers_on_forty_prompts(exact, default_model_path):
-    model = load_reference(default_model_path)
+@pytest.fixture(scope="module")
+def transformers_model(default_model_path):
+    return load_reference(default_model_path)
+
+
+def test_greedy_tokens_equal_transformers_on_forty_prompts(exact, transformers_model):
     assert len(exact.prompts) == 40
     num_compared = 0
     for prompt, tokens in zip(exact.prompts, exact.reference, strict=True):
         with torch.inference_mode():
-            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+            logits = transformers_model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         best = logits.topk(2, dim=-1)
         for step, token in enumerate(tokens):
             if best.values[step, 0] - best.values[step, 1] < TIE:
@@ -96,6 +100,26 @@ def test_greedy_tokens_equal_transformers_on_forty_prompts(exact, default_model_
     assert num_compared > 40 * NUM_TOKENS // 2, "most steps are no ties"
 
 
+def test_prompts_are_scored_as_transformers_scores_them(exact, transformers_model):
+    prompts, num_top = exact.prompts[::9], 5
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=num_top)
+    engine = engine_of(exact, max_step_tokens=16)
+    for index, prompt in enumerate(prompts):
+        engine.submit(Submit(request_id=str(index), prompt=prompt, params=params, arrival=time.monotonic()))
+    told = {}
+    while engine.has_work:
+        told |= {int(event.request_id): event.prompt_logprobs for _, event in engine.step()}
+    for index, prompt in enumerate(prompts):
+        with torch.inference_mode():
+            logits = transformers_model(torch.tensor([prompt])).logits[0, :-1]
+        expected = torch.log_softmax(logits, dim=-1)
+        scores = told[index].read(0, prompt[1:])
+        own = expected.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        assert [score.logprob for score in scores] == pytest.approx(own.tolist(), abs=2e-3)
+        for score, best in zip(scores, expected.topk(num_top).values.tolist(), strict=True):
+            assert score.top_logprobs == pytest.approx(best, abs=2e-3)
+
+
 @pytest.mark.parametrize("changes", [{"max_running": 1}, {"max_running": 5}, {"max_step_tokens": 16}])
 def test_batch_and_chunk_sizes_change_no_token(exact, changes):
     found = run(exact, exact.prompts[::8], params=SHORT, **changes)
@@ -103,10 +127,11 @@ def test_batch_and_chunk_sizes_change_no_token(exact, changes):
 
 
 def test_a_cache_too_small_for_the_load_changes_no_token(exact):
-    changes = {"num_blocks": 33, "max_running": 16, "max_step_tokens": 64}
+    changes = {"num_blocks": 9, "max_context_tokens": 128, "max_running": 16, "max_step_tokens": 64}
     engine = engine_of(exact, **changes)
     engine.scheduler.placement.lengths.mean_tokens = 0.0
-    assert run(exact, exact.prompts[::4], engine=engine) == exact.reference[::4]
+    found = run(exact, exact.prompts[::4], engine=engine, params=SHORT)
+    assert found == [tokens[: SHORT.max_tokens] for tokens in exact.reference[::4]]
     assert engine.metrics.num_preemptions > 0
 
 

@@ -71,6 +71,14 @@ def test_a_repeated_prompt_is_found_in_the_cache_and_answered_alike(client):
     assert answers[1].usage.prompt_tokens_details.cached_tokens >= 64
 
 
+def test_scores_of_an_echoed_prompt_are_well_formed(client):
+    prompt = [5 + place % 500 for place in range(900)]
+    answer = client.completions.create(model=MODEL, prompt=prompt, echo=True, logprobs=2, max_tokens=3)
+    scores = answer.choices[0].logprobs
+    assert scores.token_logprobs[0] is None and all(score <= 0 for score in scores.token_logprobs[1:])
+    assert {len(column) for column in scores.model_dump().values()} == {len(prompt) + 3}
+
+
 def test_logprobs_are_well_formed(client):
     answer = client.chat.completions.create(
         model=MODEL, messages=QUESTION, temperature=0, max_tokens=4, logprobs=True, top_logprobs=2

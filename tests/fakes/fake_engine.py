@@ -1,11 +1,12 @@
 """An engine client without an engine: it writes down what it is asked and plays a script back."""
 
 import asyncio
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.engine.messages import EngineInfo, EngineStats, TokenEvent, TokenLogprob
+from penstock.engine.messages import EngineInfo, EngineStats, PromptLogprobs, TokenEvent, TokenLogprob
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import EngineFailed, EngineUnavailable
 from penstock.protocol.block_events import BlockChanges, BlockSnapshot
@@ -13,6 +14,14 @@ from penstock.request import FinishReason, SamplingParams
 from penstock.server.terms import Terms
 
 Step = TokenEvent | Exception | asyncio.Event  # an Event: wait until it is set
+
+
+def prompt_logprobs(num_tokens: int, num_top: int) -> PromptLogprobs:
+    """Made-up scores of so many tokens: the best are tokens 65 and on, a nat apart, and the last of three cannot be."""
+    best = [-0.25, -1.25, float("-inf")][:num_top]
+    ids = array("i", [65 + rank for rank in range(len(best))] * num_tokens)
+    own = array("f", [-1.25] * num_tokens)
+    return PromptLogprobs(own.tobytes(), len(best), ids.tobytes(), array("f", best * num_tokens).tobytes())
 
 
 @dataclass
@@ -204,6 +213,6 @@ class FakeEngine:
                 TokenLogprob(token_id, -0.5, [token_id, 0, 1][:num_top], [-0.5, -2.0, float("-inf")][:num_top])
                 for token_id in token_ids
             ]
-        if request.params.prompt_logprobs:
-            event.prompt_logprobs = [None, *[-1.25] * (len(request.prompt) - 1)]
+        if request.params.prompt_logprobs is not None:
+            event.prompt_logprobs = prompt_logprobs(len(request.prompt) - 1, request.params.prompt_logprobs)
         return event

@@ -4,13 +4,14 @@ import json
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from penstock.config import gather
 from penstock.engine.builder import build_engine
 from penstock.engine.engine import Engine
-from penstock.engine.messages import Submit
+from penstock.engine.messages import Submit, TokenEvent
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.timeline import Timeline
 from penstock.models.store import ModelFiles
@@ -51,9 +52,15 @@ def engine(files: ModelFiles) -> Engine:
 
 def answers(engine: Engine, prompts: list[list[int]], **params: float) -> list[list[int]]:
     """Run all prompts together; return each one's tokens."""
-    found: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    told = events_of(engine, prompts, SamplingParams(max_tokens=12, ignore_eos=True, **params))
+    return [[token for event in events for token in event.token_ids] for events in told]
+
+
+def events_of(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[list[TokenEvent]]:
+    """Run all prompts together, each with a seed of its own."""
+    found: dict[str, list[TokenEvent]] = {str(index): [] for index in range(len(prompts))}
     for index, prompt in enumerate(prompts):
-        wanted = SamplingParams(max_tokens=12, ignore_eos=True, seed=index, **params)
+        wanted = msgspec.structs.replace(params, seed=index)
         refused = engine.submit(
             Submit(request_id=str(index), prompt=prompt, params=wanted, arrival=time.monotonic(), tenant=str(index))
         )
@@ -61,7 +68,7 @@ def answers(engine: Engine, prompts: list[list[int]], **params: float) -> list[l
     while engine.has_work:
         for _, event in engine.step():
             assert event.error is None
-            found[event.request_id] += event.token_ids
+            found[event.request_id].append(event)
     return list(found.values())
 
 
@@ -91,6 +98,22 @@ def test_captured_steps_with_prompts_draw_what_plain_ones_draw(files: ModelFiles
     for _ in range(2):
         assert answers(engine, PROMPTS, temperature=temperature) == plain
     assert answers(engine, PROMPTS, temperature=temperature, logprobs=1) == plain
+
+
+def test_a_prompt_is_scored_as_the_answer_that_it_was(engine: Engine) -> None:
+    greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=2)
+    [answer] = events_of(engine, [PROMPTS[2]], greedy)
+    expected = [score for event in answer for score in event.logprobs or ()]
+    tokens = [score.token_id for score in expected]
+    scoring = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, prompt_logprobs=2)
+    # Beside others, which are scored too.
+    first, *_ = events_of(engine, [PROMPTS[2] + tokens, *PROMPTS], scoring)
+    told = first[0].prompt_logprobs
+    assert told is not None and told.num_tokens == len(PROMPTS[2]) + len(tokens) - 1
+    for found, score in zip(told.read(len(PROMPTS[2]) - 1, tokens), expected, strict=True):
+        assert (found.token_id, found.top_ids) == (score.token_id, score.top_ids)
+        assert found.logprob == pytest.approx(score.logprob, abs=1e-3)
+        assert found.top_logprobs == pytest.approx(score.top_logprobs, abs=1e-3)
 
 
 @pytest.mark.parametrize("precision", ["exact", "auto"])

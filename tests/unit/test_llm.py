@@ -48,6 +48,7 @@ def llm(folder):
         ({"max_tokens": 2.5}, "max_tokens"),
         ({"temperature": "1"}, "temperature"),
         ({"logprobs": 50}, "logprobs"),
+        ({"prompt_logprobs": True}, "prompt_logprobs"),
         ({"top_k": True}, "top_k"),
         ({"stop": "end"}, "stop"),
     ],
@@ -56,6 +57,18 @@ def test_a_wrong_parameter_is_the_callers_mistake(llm, params, param):
     with pytest.raises(InvalidParameter) as caught:
         llm.generate([[5, 6]], SamplingParams(**params))
     assert caught.value.param == param
+
+
+def test_prompts_are_scored_alone_and_with_an_answer(llm):
+    prompts = [[5, 6, 7], [9]]
+    answers = llm.generate(prompts, SamplingParams(max_tokens=2, prompt_logprobs=2))
+    for prompt, answer, scores in zip(prompts, answers, llm.score(prompts), strict=True):
+        first, *rest = answer.prompt_logprobs
+        assert first is None and scores[0] is None
+        assert [score.token_id for score in rest] == prompt[1:]
+        assert [score.logprob for score in rest] == pytest.approx(scores[1:])
+        assert all(len(score.top) == 2 and score.top_logprobs[0] >= score.logprob for score in rest)
+    assert llm.generate(prompts, SamplingParams(max_tokens=1))[0].prompt_logprobs is None
 
 
 def test_an_empty_prompt_is_the_callers_mistake(llm):

@@ -19,18 +19,16 @@ from penstock.engine.runner.interface import LaunchedStep, Runner, StepFailed
 from penstock.engine.runner.kv_pool import KvPool
 from penstock.engine.runner.layout import Layout, plain_decode
 from penstock.engine.runner.mixed_graphs import MixedGraphs
+from penstock.engine.runner.prompt_scores import PendingScores, score_prompt
 from penstock.engine.runner.token_draw import DrawOutcome
-from penstock.engine.runner.transfer import to_device, to_host
+from penstock.engine.runner.transfer import to_device
 from penstock.engine.sampling.row_parameters import RowParameters
 from penstock.engine.sampling.sampler import Sampled, Sampler
-from penstock.engine.scheduler.step_plan import SliceResult, StepPlan, StepResult
+from penstock.engine.scheduler.step_plan import RowSlice, SliceResult, StepPlan, StepResult
 from penstock.kernels.attention.interface import AttentionBackend, AttentionStep
 from penstock.models.decoder import Decoder
 
 T = TypeVar("T")
-
-# Prompt log-probabilities need logits of every position: so many at a time, to bound memory.
-_LOGIT_ROWS = 128
 
 
 @dataclass(slots=True)
@@ -39,7 +37,7 @@ class Pending:
 
     plan: StepPlan
     sampled: Sampled | None
-    prompt_logprobs: dict[int, Tensor]  # by slice
+    prompt_scores: dict[int, PendingScores]  # by slice
     started: float
 
     def read(self) -> StepResult:
@@ -51,7 +49,7 @@ class Pending:
             tokens = self.sampled.tokens.tolist()
             broken = (~torch.isfinite(self.sampled.best_logits)).tolist()
             logprobs = self.sampled.read_logprobs(tokens)
-        if not logprobs and not self.prompt_logprobs and all([piece.num_samples == 1 for piece in self.plan.slices]):
+        if not logprobs and not self.prompt_scores and all([piece.num_samples == 1 for piece in self.plan.slices]):
             results = [SliceResult([token], failed=bad) for token, bad in zip(tokens, broken, strict=True)]
             return StepResult(self.plan.number, results, time.monotonic() - self.started)
         results = []
@@ -64,8 +62,8 @@ class Pending:
                 if draw in logprobs:
                     result.logprobs = [logprobs[draw + i] for i in range(len(result.token_ids))]
                 draw += piece.num_samples
-            if index in self.prompt_logprobs:
-                result.prompt_logprobs = self.prompt_logprobs[index].tolist()
+            if index in self.prompt_scores:
+                result.prompt_logprobs = self.prompt_scores[index].read()
             results.append(result)
         return StepResult(self.plan.number, results, time.monotonic() - self.started)
 
@@ -160,14 +158,14 @@ class ModelRunner(Runner):
         if self._mixed_graphs is not None and self._mixed_graphs.fits(layout) and not self._scores_prompts(plan):
             return Pending(plan, self._mixed(self._mixed_graphs, layout), {}, started)
         hidden = self._forward(layout)
-        prompt_logprobs = self._prompt_logprobs(plan, layout, hidden)
+        prompt_scores = self._score_prompts(plan, layout, hidden)
         if len(layout.sampled) < len(hidden):
             hidden = hidden.index_select(0, to_device(layout.sampled, hidden.device))
         if len(hidden) == 0:
-            return Pending(plan, None, prompt_logprobs, started)
+            return Pending(plan, None, prompt_scores, started)
         logits = self._model.logits(hidden)
         sampled = self._sample(logits, layout.rows[layout.sampled], layout.positions[layout.sampled] + 1)
-        return Pending(plan, sampled, prompt_logprobs, started)
+        return Pending(plan, sampled, prompt_scores, started)
 
     def _decode(self, rows: np.ndarray, positions: np.ndarray) -> Sampled:
         """Run one token of each row in a captured step, which also draws the next."""
@@ -188,7 +186,7 @@ class ModelRunner(Runner):
         return self._sample(outcome.logits, rows, positions + 1)
 
     def _scores_prompts(self, plan: StepPlan) -> bool:
-        return any(self._parameters.params[piece.row].prompt_logprobs for piece in plan.slices)
+        return any(self._num_scored(piece) > 0 for piece in plan.slices)
 
     def _sample(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Sampled:
         """Draw the tokens at these positions and write them to their rows."""
@@ -224,27 +222,26 @@ class ModelRunner(Runner):
         token_ids = rows.read(layout.rows, layout.positions)
         return self._model.forward(token_ids, to_device(layout.positions, device), self._attention)
 
-    def _prompt_logprobs(self, plan: StepPlan, layout: Layout, hidden: Tensor) -> dict[int, Tensor]:
+    def _score_prompts(self, plan: StepPlan, layout: Layout, hidden: Tensor) -> dict[int, PendingScores]:
         """Score the prompt tokens that follow each position of the slices that asked for it."""
         found = {}
         for index, piece in enumerate(plan.slices):
-            params = self._parameters.params[piece.row]
-            last = min(piece.start + piece.num_tokens, int(self._parameters.num_prompt_tokens[piece.row]) - 1)
-            if not params.prompt_logprobs or last <= piece.start:
+            count = self._num_scored(piece)
+            if count <= 0:
                 continue
-            positions = np.arange(piece.start + 1, last + 1)
+            positions = np.arange(piece.start + 1, piece.start + 1 + count)
             targets = self._rows.read(np.full_like(positions, piece.row), positions).long()
             begin = int(layout.query_starts[index])
-            found[index] = to_host(self._score(hidden[begin : begin + len(positions)], targets))
+            num_top = self._parameters.params[piece.row].prompt_logprobs or 0
+            found[index] = score_prompt(self._model.logits, hidden[begin : begin + count], targets, num_top)
         return found
 
-    def _score(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return log p(target) at each position. hidden: [n, hidden]; targets: [n] int64."""
-        pieces = []
-        for states, wanted in zip(hidden.split(_LOGIT_ROWS), targets.split(_LOGIT_ROWS), strict=True):
-            logprobs = torch.log_softmax(self._model.logits(states), dim=-1, dtype=torch.float32)
-            pieces.append(logprobs.gather(1, wanted[:, None])[:, 0])
-        return torch.cat(pieces)
+    def _num_scored(self, piece: RowSlice) -> int:
+        """Of how many of a slice's positions the next token is one of a prompt that is to be scored."""
+        if self._parameters.params[piece.row].prompt_logprobs is None:
+            return 0
+        last = int(self._parameters.num_prompt_tokens[piece.row]) - 1
+        return min(piece.start + piece.num_tokens, last) - piece.start
 
 
 class _ThreadStep(LaunchedStep):

@@ -91,7 +91,9 @@ class Placement:
         if request in self.parked:
             self.parked.discard(request)
         else:
-            match = NO_MATCH if request.params.prompt_logprobs else self.cache.match(request.cache, request.tokens)
+            # Log-probabilities of prompt tokens come from running them: what the cache has gives none.
+            scores_prompt = request.params.prompt_logprobs is not None
+            match = NO_MATCH if scores_prompt else self.cache.match(request.cache, request.tokens)
             if not self._find_blocks(plan, request, promise - match.num_held_blocks):
                 return False
             request.computed = self.cache.adopt(request.cache, match)

@@ -6,7 +6,10 @@ preemption all move the same two numbers.
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from penstock.engine.cache.kv_cache import RequestCache
+from penstock.engine.messages import PromptLogprobs
 from penstock.engine.scheduler.prompt_work import PromptWork
 from penstock.request import NO_TARGETS, OWN_TARGETS, SamplingParams, TargetOrigins, Targets
 
@@ -74,7 +77,8 @@ class RequestState:
     num_rises: int = 0  # levels that it has risen by waiting
     promised_blocks: int = 0  # set aside for it at admission and not yet taken
     queued_tokens: int = 0  # tokens to run before its next one, when it was last queued
-    prompt_logprobs: list[float | None] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # as steps found them
+    num_scored_tokens: int = 0  # that they tell of
     predicted_ttft: float | None = None  # seconds, at arrival
     admitted_at: float | None = None
     first_token_at: float | None = None
@@ -126,6 +130,21 @@ class RequestState:
         most = self.max_total_tokens - self.num_prompt_tokens
         fewest = min(most, self.params.min_tokens) if self.may_stop else most
         return max(1, fewest - self.num_output_tokens)
+
+    def add_prompt_logprobs(self, start: int, found: PromptLogprobs) -> None:
+        """Take those of the tokens behind position `start`. One that was preempted runs tokens again that it knows."""
+        assert start <= self.num_scored_tokens
+        fresh = found.behind(self.num_scored_tokens - start)
+        self.prompt_logprobs.append(fresh)
+        self.num_scored_tokens += fresh.num_tokens
+
+    def take_prompt_logprobs(self) -> PromptLogprobs:
+        """Return those of the whole prompt. From now on this is a request like any other, wherever it resumes."""
+        assert self.num_scored_tokens == self.num_prompt_tokens - 1
+        told = PromptLogprobs.joined(self.prompt_logprobs)
+        self.prompt_logprobs.clear()
+        self.params = msgspec.structs.replace(self.params, prompt_logprobs=None)
+        return told
 
     @property
     def is_batch(self) -> bool:

@@ -171,7 +171,7 @@ class Scheduler:
         if not submit.call_prompts or self._foresight is None:
             return PromptWork.of_one(len(submit.prompt))
         # Whoever asks for a prompt's log-probabilities has all of it computed.
-        is_shared = self.cache.shares_prefixes and not submit.params.prompt_logprobs
+        is_shared = self.cache.shares_prefixes and submit.params.prompt_logprobs is None
         return PromptWork.of_call(
             submit.call_prompts,
             submit.call_answers,
@@ -445,9 +445,8 @@ class Scheduler:
     def _settle(self, request: RequestState, piece: RowSlice, outcome: SliceResult, now: float) -> Addressed | None:
         if outcome.failed:
             return self._finish_failed(request)
-        # One that was preempted meanwhile holds no blocks: it will run these tokens again.
-        if outcome.prompt_logprobs is not None and request.cache.blocks:
-            request.prompt_logprobs.extend(outcome.prompt_logprobs)
+        if outcome.prompt_logprobs is not None:
+            request.add_prompt_logprobs(piece.start, outcome.prompt_logprobs)
         finish = None
         taken = outcome.token_ids
         if piece.num_samples:
@@ -500,8 +499,8 @@ class Scheduler:
             event.num_cached_tokens = request.num_cached_tokens
             if self.cache.block_log is not None:
                 event.prompt = self.cache.note(request.cache, request.num_prompt_tokens, request.num_cached_tokens)
-            if request.params.prompt_logprobs:
-                event.prompt_logprobs = [None, *request.prompt_logprobs[: request.num_prompt_tokens - 1]]
+            if request.params.prompt_logprobs is not None:
+                event.prompt_logprobs = request.take_prompt_logprobs()
         elif request.last_token_at is not None:
             self.metrics.time_per_token.observe((now - request.last_token_at) / max(1, len(taken)))
         request.last_token_at = now

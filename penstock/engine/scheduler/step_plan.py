@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from penstock.engine.messages import TokenLogprob
+from penstock.engine.messages import PromptLogprobs, TokenLogprob
 from penstock.request import SamplingParams
 
 
@@ -83,7 +83,7 @@ class SliceResult(msgspec.Struct):
 
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[float] | None = None  # log p(token at start+i+1 | before), for the slice's prompt positions
+    prompt_logprobs: PromptLogprobs | None = None  # of the prompt tokens from position start + 1 on
     failed: bool = False  # the logits were not finite
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.engine.messages import TokenLogprob
+from penstock.engine.messages import PromptLogprobs, TokenLogprob
 from penstock.request import SamplingParams
 
 _MASK = 2**64 - 1
@@ -54,6 +54,15 @@ class SimulatedLanguage:
         """Made-up but well-formed: the chosen token is the likeliest, its neighbours follow."""
         top_ids = [(token + index) % self._vocab_size for index in range(num_top)]
         return TokenLogprob(token, _CHOSEN_LOGPROB, top_ids, [_CHOSEN_LOGPROB - index for index in range(num_top)])
+
+    def prompt_logprobs(self, num_tokens: int, num_top: int) -> PromptLogprobs:
+        """Made up likewise, the same for each of so many tokens."""
+        one = self.logprob(0, num_top)
+        own, ids, best = (
+            np.tile(np.array(values, kind), num_tokens).tobytes()
+            for values, kind in (([one.logprob], np.float32), (one.top_ids, np.int32), (one.top_logprobs, np.float32))
+        )
+        return PromptLogprobs(own, num_top, ids, best)
 
 
 def _mix(value: int) -> int:

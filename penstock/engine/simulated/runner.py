@@ -98,10 +98,10 @@ class SimulatedRunner(Runner):
             result.token_ids = self._draw(row, piece)
             if row.params.logprobs is not None:
                 result.logprobs = [self._language.logprob(token, row.params.logprobs) for token in result.token_ids]
-        if row.params.prompt_logprobs:
+        if row.params.prompt_logprobs is not None:
             scored = min(piece.start + piece.num_tokens, row.num_prompt_tokens - 1) - piece.start
             if scored > 0:
-                result.prompt_logprobs = [self._language.logprob(0, 0).logprob] * scored
+                result.prompt_logprobs = self._language.prompt_logprobs(scored, row.params.prompt_logprobs)
         return result
 
     def _draw(self, row: _Row, piece: RowSlice) -> list[int]:

@@ -111,7 +111,7 @@ def _params(wanted: CompletionRequest) -> SamplingParams:
     return wanted.sampling_params(
         max_tokens=max(1, max_tokens) if wanted.only_scores_prompt else max_tokens,
         logprobs=wanted.logprobs,
-        prompt_logprobs=bool(wanted.echo) and wanted.logprobs is not None,
+        prompt_logprobs=wanted.logprobs if wanted.echo else None,
     )
 
 

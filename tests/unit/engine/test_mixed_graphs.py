@@ -29,7 +29,7 @@ from tests.tiny_engine import engine_of, load_tiny
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/gpu runs real graphs")
 
-ROWS, STEP_TOKENS = 4, 48
+ROWS, STEP_TOKENS = 4, 16
 
 
 class FakeStaging:
@@ -63,6 +63,16 @@ class FakeGraph:
         self._output.copy_(self._body())
 
 
+class HostAttention(TritonPagedAttention):
+    """Also takes plain steps of a CPU, which come without the lengths that a device reads."""
+
+    def prepare(self, step):
+        if step.lens is None:
+            lens = torch.tensor(step.context_lens, dtype=torch.int32)
+            step = dataclasses.replace(step, lens=lens, starts=torch.tensor(step.query_starts, dtype=torch.int32))
+        super().prepare(step)
+
+
 @pytest.fixture
 def captures(monkeypatch):
     """How many graphs were captured."""
@@ -75,12 +85,14 @@ def captures(monkeypatch):
 
     monkeypatch.setattr(mixed_graphs, "capture", capture)
     monkeypatch.setattr(mixed_graphs, "StagingRing", FakeStaging)
+    # Each token of a step, also of those that fill it up, takes the interpreter 20 ms a layer.
+    monkeypatch.setattr(mixed_graphs, "token_counts", lambda most: [ROWS + 1, most])
     return made
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    return load_tiny(tmp_path_factory.mktemp("tiny"), head_dim=16)
+    return load_tiny(tmp_path_factory.mktemp("tiny"), head_dim=16, num_attention_heads=2, num_key_value_heads=1)
 
 
 def engine_with_graphs(tiny):
@@ -96,7 +108,7 @@ def engine_with_graphs(tiny):
         dtype=torch.float32,
         device=device,
     )
-    attention = TritonPagedAttention(attention_layers(tiny.spec), pool.layers)
+    attention = HostAttention(attention_layers(tiny.spec), pool.layers)
     rows = BatchRows(ROWS, config.max_context_tokens, config.block_tokens, device)
     parameters = RowParameters(ROWS, tiny.spec.vocab_size, device)
     draw = TokenDraw(rows, parameters, ROWS)
@@ -126,7 +138,7 @@ def answers(engine, prompts, **params):
     return list(found.values())
 
 
-PROMPTS = [[5, 9, 2], [7] * 20, [3, 1, 4, 1, 5, 9, 2, 6], [11], [90, 80] * 9]
+PROMPTS = [[5, 9, 2], [7] * 10, [3, 1, 4, 1, 5, 9, 2, 6], [11], [90, 80] * 4]
 
 
 def test_they_draw_what_plain_steps_draw(tiny, captures):
@@ -138,6 +150,31 @@ def test_they_draw_what_plain_steps_draw(tiny, captures):
     assert answers(engine, PROMPTS) == plain  # replayed
     assert len(captures) <= before + 4
     assert answers(engine, PROMPTS[:2], logprobs=1) == plain[:2]
+    engine.runner.close()
+
+
+def scores(engine, prompt, **params):
+    """Return what is told of a prompt and of its answer."""
+    wanted = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, **params)
+    engine.submit(Submit(request_id="a", prompt=prompt, params=wanted, arrival=time.monotonic()))
+    events = []
+    while engine.has_work:
+        events += [event for _, event in engine.step()]
+    return events[0].prompt_logprobs, [score for event in events for score in event.logprobs or ()]
+
+
+def test_a_scored_prompt_is_run_without_them_and_its_answer_with_them(tiny, captures, monkeypatch):
+    engine, graphs = engine_with_graphs(tiny)
+    _, answer = scores(engine, PROMPTS[2], logprobs=2)
+    whole = PROMPTS[2] + [score.token_id for score in answer]
+    runs, run = [], graphs.run
+    monkeypatch.setattr(graphs, "run", lambda layout: runs.append(len(layout.positions)) or run(layout))
+    told, _ = scores(engine, whole, prompt_logprobs=2)
+    assert runs == [1, 1, 1], "tokens behind the first"
+    for found, expected in zip(told.read(len(PROMPTS[2]) - 1, whole[len(PROMPTS[2]) :]), answer, strict=True):
+        assert (found.token_id, found.top_ids) == (expected.token_id, expected.top_ids)
+        assert found.logprob == pytest.approx(expected.logprob, abs=1e-4)
+        assert found.top_logprobs == pytest.approx(expected.top_logprobs, abs=1e-4)
     engine.runner.close()
 
 

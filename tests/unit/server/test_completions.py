@@ -1,15 +1,18 @@
 """/v1/completions through the real openai client and over plain HTTP."""
 
 import asyncio
+from array import array
 
 import msgspec
 import openai
 import pytest
 
-from penstock.engine.messages import TokenEvent
+from penstock.engine.messages import PromptLogprobs, TokenEvent, TokenLogprob
 from penstock.errors import EngineFailed
 from penstock.request import FinishReason
+from penstock.server import answer_size
 from penstock.server.answer_size import MAX_CALL_LOGPROBS
+from penstock.server.loop_turns import ENTRIES_A_PASS, LoopTurns
 from tests.unit.server.conftest import MODEL
 from tests.unit.server.openai_schema import check
 from tests.unit.server.sse import events_in, text_of
@@ -122,6 +125,53 @@ async def test_echo_with_scores_covers_prompt_and_answer(short):
     assert len({len(column) for column in scores.values()}) == 1
 
 
+@pytest.mark.parametrize("max_tokens", [0, 3])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_echo_with_scores_tells_the_likeliest_in_each_place(short, as_ids, stream, max_tokens):
+    text = "hxc"
+    prompt = short.tokenizer.encode(text, add_special=False) if as_ids else text
+    fields = {"echo": True, "logprobs": 3, "max_tokens": max_tokens, "stream": stream}
+    response = await short.complete(prompt, **fields)
+    chunks = events_in(response.content)[:-1] if stream else [response.json()]
+    scores = {}
+    for choice in [choice for chunk in chunks for choice in chunk["choices"]]:
+        for name, column in choice["logprobs"].items():
+            scores.setdefault(name, []).extend(column)
+    answer = [[], ["H", "e", "llo"]][max_tokens > 0]
+    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == text + "".join(answer)
+    assert scores["tokens"] == [*text, *answer]
+    assert scores["token_logprobs"] == [None, -1.25, -1.25] + [-0.5] * max_tokens
+    # A token has its own score, whether or not it is one of the best; what JSON cannot write is -9999.
+    best = {"b": -0.25, "c": -1.25, "d": -9999.0}
+    assert scores["top_logprobs"][:3] == [None, {**best, "x": -1.25}, best]
+    assert scores["text_offset"] == list(range(3 + max_tokens))
+
+
+async def test_a_long_prompt_is_echoed_in_pieces_that_add_up(short, monkeypatch):
+    taken = []
+    take = LoopTurns.take
+    monkeypatch.setattr(LoopTurns, "take", lambda self, entries: taken.append(entries) or take(self, entries))
+    short.engine.info = msgspec.structs.replace(short.engine.info, max_context_tokens=1 << 12)
+    prompt = short.tokenizer.encode("aé" * 300, add_special=False)
+    own, ids = array("f", [-place / 2 for place in range(1, 900)]), array("i", [place % 90 for place in range(899)])
+    told = PromptLogprobs(own.tobytes(), 1, ids.tobytes(), own.tobytes())
+    end = TokenEvent(request_id="", token_ids=[5], finish=FinishReason.LENGTH, prompt_logprobs=told)
+    end.logprobs = [TokenLogprob(5, -0.5)]
+    short.engine.script = lambda request: [end]
+    answer = (await short.complete(prompt, echo=True, logprobs=1, max_tokens=0)).json()["choices"][0]
+    assert answer["text"] == "aé" * 300
+    scores = answer["logprobs"]
+    assert scores["token_logprobs"] == [None, *own]
+    texts = short.tokenizer.token_texts
+    places = zip(ids, prompt[1:], own, strict=True)
+    assert scores["top_logprobs"] == [
+        None,
+        *[{texts[best]: score, texts[token]: score} for best, token, score in places],
+    ]
+    assert len(taken) >= 900 * (4 + 1) // ENTRIES_A_PASS and set(taken) == {ENTRIES_A_PASS}
+
+
 async def test_a_prompt_can_be_scored_without_an_answer(short):
     answer = (await short.complete("abc", echo=True, logprobs=0, max_tokens=0)).json()
     assert answer["choices"][0]["text"] == "abc"
@@ -136,12 +186,12 @@ async def test_a_prompt_is_scored_once_for_all_its_choices(short, stream):
 
     def script(request):
         steps = short.engine.say(request, ANSWER)
-        return [scored, *steps] if request.params.prompt_logprobs else steps
+        return [scored, *steps] if request.params.prompt_logprobs is not None else steps
 
     short.engine.script = script
     asyncio.get_running_loop().call_later(0.02, scored.set)  # long after the others have all their tokens
-    response = await short.complete(["hé", "x"], echo=True, logprobs=0, n=3, stream=stream)
-    assert [request.params.prompt_logprobs for request in short.engine.submitted] == [True, False, False] * 2
+    response = await short.complete(["hé", "x"], echo=True, logprobs=2, n=3, stream=stream)
+    assert [request.params.prompt_logprobs for request in short.engine.submitted] == [2, None, None] * 2
     chunks = events_in(response.content)[:-1] if stream else [response.json()]
     shown = {}
     for choice in [choice for chunk in chunks for choice in chunk["choices"]]:
@@ -166,7 +216,19 @@ async def test_echoed_prompts_count_among_the_log_probabilities_of_a_call(servic
     prompt = [5] * (MAX_CALL_LOGPROBS // 128)
     refused = await service.complete(prompt, echo=True, logprobs=0, n=128, max_tokens=1)
     assert refused.json()["error"]["param"] == "n"
+    assert (await service.complete(prompt[::2], echo=True, logprobs=1, n=128, max_tokens=1)).status_code == 400
     assert (await service.complete(prompt, echo=True, logprobs=0, max_tokens=1)).status_code == 200
+
+
+async def test_an_echoed_prompt_alone_may_have_no_more_log_probabilities_than_a_call(service, monkeypatch):
+    monkeypatch.setattr(answer_size, "MAX_CALL_LOGPROBS", 1000)
+    refused = await service.complete([5] * 48, echo=True, logprobs=20, max_tokens=0)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "logprobs")
+    assert "1008 log-probabilities" in error["message"] and "at most 1000" in error["message"]
+    assert service.engine.submitted == []
+    assert (await service.complete([5] * 48, echo=True, logprobs=19, max_tokens=0)).status_code == 200
+    assert (await service.complete([5] * 47, echo=True, logprobs=20, max_tokens=48)).status_code == 200
 
 
 async def test_offsets_go_on_from_chunk_to_chunk(short):
@@ -180,7 +242,7 @@ async def test_offsets_go_on_from_chunk_to_chunk(short):
     [
         ({"best_of": 3}, "best_of"),
         ({"suffix": "x"}, "suffix"),
-        ({"echo": True, "logprobs": 2}, "logprobs"),
+        ({"echo": True, "logprobs": 21}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
         ({"prompt": []}, "prompt"),
