@@ -82,6 +82,14 @@ def give_way(ready: Sequence[Ready], quantum: float, now: float) -> Sequence[Rea
     return ready if len(staying) == len(ready) else staying
 
 
+def is_left_to(first: RequestState, ready: Sequence[Ready], everybody: Sequence[Ready]) -> bool:
+    """Whether of `everybody`'s rows those of other tenants pause for this prompt, all of them, and online ones do."""
+    own = [request for request, remaining in ready if remaining == 1]
+    if any([request.tenant != first.tenant or request.targets.time_per_token_seconds is not None for request in own]):
+        return False
+    return any([request.tenant != first.tenant and not request.is_batch for request, count in everybody if count == 1])
+
+
 def _accounts(ready: Sequence[Ready]) -> Iterable[TenantAccount]:
     return {id(request.account): request.account for request, _ in ready}.values()
 

@@ -22,12 +22,13 @@ _SHARED_SECONDS = 10.0
 # Not where callers have names: the next one's should not have to wait for it. Nor where they state times: what is
 # foreseen for them is exact to a step.
 _BACKLOG_PART = 0.3
-# While short prompts come, a long one that is not due yet runs in shorter steps: so short that this part of each is
-# what every step takes. Shorter ones would slow it down more than they help the others.
+# While several tenants are there, speed alone makes no step of prompts longer than one of which this part is what every
+# step takes; nor does a long prompt that is not due yet, while short ones come. Shorter steps would slow prompts down
+# more than they help the others.
+_SHORT_FIXED_PART = 0.45
 _LONG_PROMPT_TOKENS = 8192
 _SHORT_PROMPT_TOKENS = 2048
 _SHORT_SECONDS = 2.0
-_PATIENT_FIXED_PART = 0.45
 # Where even the largest step is this small, as on a CPU, cutting prompts further would only make them slower.
 _SMALL_STEP_TOKENS = 512
 # ... and never so little that prompts alone would run slower than this part of the fastest they could.
@@ -115,7 +116,8 @@ class ServingPace(Pace):
         if not is_shared and (self.max_step_tokens <= _SMALL_STEP_TOKENS or not self._times.model.is_trusted):
             return float("inf")
         times = _SHARED_DECODE_TIMES if is_shared else _DECODE_TIMES
-        limit = max(times * self._decode_seconds(shape), self._least_efficient_seconds())
+        least = self._short_seconds() if is_shared else self._least_efficient_seconds()
+        limit = max(times * self._decode_seconds(shape), least)
         if not self._has_names and not self._has_times:
             limit = max(limit, _BACKLOG_PART * num_prompt_tokens * self._times.model.costs.token_seconds)
         return limit
@@ -124,8 +126,7 @@ class ServingPace(Pace):
         """How long a step may be made by prompts that can wait, so that short ones which come do not wait long."""
         if self._clock() >= self._short_until:
             return float("inf")
-        short = self._times.model.seconds(with_prompt(StepShape(), 1, 0)) / _PATIENT_FIXED_PART
-        return max(_SHARED_DECODE_TIMES * self._decode_seconds(shape), min(short, self._least_efficient_seconds()))
+        return max(_SHARED_DECODE_TIMES * self._decode_seconds(shape), self._short_seconds())
 
     def can_wait(self, request: RequestState, remaining: int) -> bool:
         """Whether a prompt is long and need not begin yet to be in time."""
@@ -135,6 +136,11 @@ class ServingPace(Pace):
     def batch_allowance(self, shape: StepShape) -> float:
         """How long a step may take with batch work in it, that takes `shape` without."""
         return self._times.model.seconds(shape) * (1.0 + BATCH_PART)
+
+    def _short_seconds(self) -> float:
+        """How long a step of prompts is while others should not wait long for it."""
+        short = self._times.model.seconds(with_prompt(StepShape(), 1, 0)) / _SHORT_FIXED_PART
+        return min(short, self._least_efficient_seconds())
 
     def _decode_seconds(self, shape: StepShape) -> float:
         return self._times.model.seconds(shape) if shape.num_rows else 0.0
