@@ -19,7 +19,7 @@ from penstock.store.database import Database
 from penstock.store.files import complete
 from penstock.store.ledger import add_usage
 from penstock.store.quotas import Lease, Spent, settle
-from penstock.store.schema import batch_rows, batches
+from penstock.store.schema import batch_endings, batch_rows, batches
 from penstock.tenants import Usage
 
 # A batch whose holder was killed is taken over after this.
@@ -101,11 +101,14 @@ class BatchWork:
             _keep(connection, batch, now + HOLD_SECONDS)
             return batch, now >= batch.expires_at
 
-    def let_go(self, held: StoredBatch) -> None:
-        """Let another take the batch at once. What is running did not run. Raises HoldLost."""
+    def let_go(self, held: StoredBatch, *, is_ending: bool = False) -> None:
+        """Let another take the batch at once. What is running did not run, nor was its end begun. Raises HoldLost."""
         with self._database.writing() as connection:
             batch = _lock(connection, held)
             _wait_again(connection, batch.id, None, counts=False)
+            if is_ending:
+                fewer = {"attempts": batch_endings.c.attempts - 1}
+                connection.execute(update(batch_endings).where(batch_endings.c.batch_id == batch.id).values(fewer))
             # On new terms: what was begun on the old ones and comes later changes nothing any more.
             free = {"term": batch.term + 1, "held_until": 0.0}
             connection.execute(update(batches).where(batches.c.id == batch.id).values(free))
@@ -139,11 +142,14 @@ class BatchWork:
                 connection.execute(update(batches).where(batches.c.id == held.id).values(num_rows=num_rows))
 
     def reject(self, held: StoredBatch, errors: Sequence[InputError]) -> None:
-        """End a batch whose file is wrong. Raises HoldLost."""
+        """End a batch as failed: its file is wrong, or its results cannot be told. Raises HoldLost."""
         with self._database.writing() as connection:
             batch = _lock(connection, held)
-            encoded = msgspec.json.encode(errors).decode()
-            change_status(connection, batch, "failed", self._database.now(connection), errors=encoded)
+            if batch.status in OPEN_STATUSES:
+                encoded = msgspec.json.encode(errors).decode()
+                change_status(connection, batch, "failed", self._database.now(connection), errors=encoded)
+                _forget_endings(connection, batch.id)
+        self._database.flush()
         self._forget_rows(held.id)
 
     # ------------------------------------------------------------ running rows
@@ -189,6 +195,18 @@ class BatchWork:
 
     # ------------------------------------------------------------ the end
 
+    def begin_ending(self, held: StoredBatch) -> int:
+        """Write down that the batch is being brought to its end; return for the how manieth time. Raises HoldLost."""
+        mine = batch_endings.c.batch_id == held.id
+        with self._database.writing() as connection:
+            _lock(connection, held)
+            before = connection.execute(select(batch_endings.c.attempts).where(mine)).scalar_one_or_none()
+            if before is None:
+                connection.execute(insert(batch_endings).values(batch_id=held.id, attempts=1))
+                return 1
+            connection.execute(update(batch_endings).where(mine).values(attempts=before + 1))
+            return int(before) + 1
+
     def close(self, held: StoredBatch) -> StoredBatch:
         """End what has not run: it never will. Raises HoldLost."""
         waiting = (batch_rows.c.batch_id == held.id) & (batch_rows.c.state == "waiting")
@@ -222,22 +240,32 @@ class BatchWork:
             last = page[-1].line
 
     def finish(self, held: StoredBatch, output: tuple[str, int] | None, error: tuple[str, int] | None) -> StoredBatch:
-        """Show the files (their ids and sizes) and end the batch, in one transaction. Raises HoldLost."""
+        """Show the files (their ids and sizes) and end the batch, in one transaction. Raises HoldLost.
+
+        Done again after a failure it changes nothing of a batch that had ended: some of its lines may be gone by then.
+        """
         with self._database.writing() as connection:
             batch = _lock(connection, held)
-            status = _last_status(connection, batch)
-            for file in (output, error):
-                if file is not None:
-                    complete(connection, *file)
-            names = {
-                "output_file_id": None if output is None else output[0],
-                "error_file_id": None if error is None else error[0],
-            }
-            change_status(connection, batch, status, self._database.now(connection), **names)
+            if batch.status in OPEN_STATUSES:
+                self._end(connection, batch, output, error)
             ended = _lock(connection, held)
         self._database.flush()
         self._forget_rows(held.id)
         return ended
+
+    def _end(
+        self, connection: Connection, batch: StoredBatch, output: tuple[str, int] | None, error: tuple[str, int] | None
+    ) -> None:
+        status = _last_status(connection, batch)
+        for file in (output, error):
+            if file is not None:
+                complete(connection, *file)
+        names = {
+            "output_file_id": None if output is None else output[0],
+            "error_file_id": None if error is None else error[0],
+        }
+        change_status(connection, batch, status, self._database.now(connection), **names)
+        _forget_endings(connection, batch.id)
 
     def sweep(self) -> None:
         """Remove lines of batches that have ended, which a killed process left."""
@@ -334,6 +362,10 @@ def _end_row(connection: Connection, batch_id: str, end: RowEnd) -> bool:
     chosen = _of(batch_id, [end.line]) & (batch_rows.c.state == "running")
     change = update(batch_rows).where(chosen).values(state=state, result=end.result, body="")
     return connection.execute(change).rowcount == 1
+
+
+def _forget_endings(connection: Connection, batch_id: str) -> None:
+    connection.execute(delete(batch_endings).where(batch_endings.c.batch_id == batch_id))
 
 
 def _last_status(connection: Connection, batch: StoredBatch) -> str:

@@ -19,9 +19,10 @@ from sqlalchemy import (
     Text,
 )
 
-# 2: files and batches. 3: rollouts. 4: what gateways serve. 5: the store's identity. 6: the fleet's secret. So far
-# versions only added tables, and an older store is given those it lacks.
-SCHEMA_VERSION = 6
+# 2: files and batches. 3: rollouts. 4: what gateways serve. 5: the store's identity. 6: the fleet's secret. 7: how
+# often a batch's results were begun to be written. So far versions only added tables, and an older store is given those
+# it lacks.
+SCHEMA_VERSION = 7
 
 MAX_MODEL_CHARACTERS = 255
 
@@ -173,6 +174,14 @@ batch_rows = Table(
     Column("body", Text, nullable=False),
     Column("result", Text),  # the line of the output or error file
     Index("penstock_batch_rows_by_state", "batch_id", "state", "line"),
+)
+
+# How often a batch that has not ended was begun to be brought to its end; no row: never.
+batch_endings = Table(
+    "penstock_batch_endings",
+    metadata,
+    Column("batch_id", String(_ID), primary_key=True),
+    Column("attempts", Integer, nullable=False),
 )
 
 # How each model's versions are rolled out, and what each gateway has seen of them; see `rollouts`.

@@ -92,6 +92,7 @@ class Asked:
 
     waited: list[Waited]
     flood_done: float
+    num_broken_promises: int
 
     def ms(self, part: str, quantile: float) -> float:
         return 1e3 * percentile([getattr(item, part) for item in self.waited], quantile)
@@ -144,7 +145,9 @@ class FloodedEngine:
         steps = self._runner.steps
         begins = [max(step.launched, before.done) for before, step in pairwise(steps)]
         timed = list(zip(steps[1:], begins, strict=True))
-        return Asked([self._waited(item, timed) for item in submits if item.tenant == "b"], self._flood_done)
+        waited = [self._waited(item, timed) for item in submits if item.tenant == "b"]
+        num_broken = sum(counts["broken"] for counts in self._engine.metrics.promises.values())
+        return Asked(waited, self._flood_done, num_broken)
 
     def _reaches_engine(self, submit: Submit) -> float:
         return submit.arrival + self._host.arrival_ms / 1e3

@@ -12,7 +12,7 @@ from penstock.engine.metrics import EngineMetrics
 from penstock.engine.scheduler.answer_lengths import AnswerLengths
 from penstock.engine.scheduler.pace import Ready
 from penstock.engine.scheduler.parked import Parked
-from penstock.engine.scheduler.precedence import Order, displaced_by, give_way
+from penstock.engine.scheduler.precedence import Order, Patience, displaced_by, give_way
 from penstock.engine.scheduler.request_state import LevelKey, RequestState
 from penstock.engine.scheduler.step_plan import BlockAssignment, RowStart, StepPlan
 from penstock.engine.scheduler.waiting_queue import WaitingQueue
@@ -67,9 +67,9 @@ class Placement:
         prompts = [request for request, remaining in ready if remaining > 1]
         return Order(prompts, self.waiting.least_counters(), self._quantum)
 
-    def give_way(self, ready: Sequence[Ready]) -> Sequence[Ready]:
+    def give_way(self, ready: Sequence[Ready], can_pause: Patience | None) -> Sequence[Ready]:
         """Who of those that could run does, while others are owed more."""
-        return give_way(ready, self._quantum, self._clock())
+        return give_way(ready, self._quantum, self._clock(), can_pause)
 
     def note_progress(self) -> None:
         """Those that run have gone on."""

@@ -6,14 +6,16 @@ of one that holds more than its share, or leads it by `quantum`; and while a ten
 rows than it leave it the step, until it has got `quantum` more than they. Changes nothing.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from penstock.engine.scheduler.pace import Ready
 from penstock.engine.scheduler.request_state import LevelKey, RequestState, TenantAccount
 
-# A row without a promised time per token pauses no longer than this between two tokens.
+# A row pauses no longer than this between two tokens.
 MAX_PAUSE_SECONDS = 0.25
 
+# Whether a row with a promised time per token keeps it if it pauses for a step.
+Patience = Callable[[RequestState], bool]
 # Smaller goes first.
 Precedence = tuple[LevelKey, bool, float, float, int, float, int]
 
@@ -71,15 +73,31 @@ def _yields(running: RequestState, request: RequestState) -> bool:
     return running.tenant != request.tenant or running.level > level
 
 
-def give_way(ready: Sequence[Ready], quantum: float, now: float) -> Sequence[Ready]:
-    """Return who runs in the next step: whoever holds more than the tenant of the most urgent prompt pauses."""
+def give_way(ready: Sequence[Ready], quantum: float, now: float, can_pause: Patience | None) -> Sequence[Ready]:
+    """Return who runs in the next step: whoever holds more than the tenant of the most urgent prompt pauses.
+
+    A row with a promised time per token does if it `can_pause`.
+    """
     prompts = [request for request, remaining in ready if remaining > 1]
     if not prompts:
         return ready
     best = min(prompts, key=Order(prompts, {}, quantum).of)
     pausing = {id(account) for account in _accounts(ready) if _owes(account, best, quantum)}
-    staying = [item for item in ready if item[1] > 1 or not _pauses(item[0], best, pausing, now)]
+    staying = [item for item in ready if item[1] > 1 or not _pauses(item[0], best, pausing, now, can_pause)]
     return ready if len(staying) == len(ready) else staying
+
+
+def is_left_to(first: RequestState, ready: Sequence[Ready], everybody: Sequence[Ready]) -> bool:
+    """Whether of `everybody`'s rows those of other tenants pause for this prompt, all of them, and online ones do.
+
+    Not where a row was promised a time per token: how long the step is was settled when that could pause.
+    """
+    rows = [request for request, remaining in everybody if remaining == 1]
+    if any([request.targets.time_per_token_seconds is not None for request in rows]):
+        return False
+    if any([remaining == 1 and request.tenant != first.tenant for request, remaining in ready]):
+        return False
+    return any([request.tenant != first.tenant and not request.is_batch for request in rows])
 
 
 def _accounts(ready: Sequence[Ready]) -> Iterable[TenantAccount]:
@@ -92,10 +110,12 @@ def _owes(account: TenantAccount, best: RequestState, quantum: float) -> bool:
     )
 
 
-def _pauses(request: RequestState, best: RequestState, pausing: set[int], now: float) -> bool:
+def _pauses(
+    request: RequestState, best: RequestState, pausing: set[int], now: float, can_pause: Patience | None
+) -> bool:
     if request.level < best.level or (request.level == best.level and id(request.account) not in pausing):
         return False
-    if request.targets.time_per_token_seconds is not None:
+    if request.targets.time_per_token_seconds is not None and (can_pause is None or not can_pause(request)):
         return False
     return request.last_token_at is None or now - request.last_token_at < MAX_PAUSE_SECONDS
 

@@ -2,10 +2,11 @@
 
 A prompt of a tenant that holds fewer rows than others runs without their prompts, so that its first token waits for no
 more than its own time. It is one step more for the others, and costs them what every step takes. They lose no more than
-a small part of the device's time by it; where that is used up, their prompts fill the step. Knows nothing of blocks.
+a small part of the device's time by it; where that is used up, their prompts fill the step. A prompt for which all
+others pause runs whole where it ends sooner so, and they go on sooner too. Knows nothing of blocks.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 
 from penstock.engine.scheduler.cost_model import CostModel, StepCosts, StepShape, with_prompt
@@ -15,6 +16,8 @@ from penstock.engine.scheduler.serving_pace import LEAST_PROMPT_TOKENS, ServingP
 
 # A prompt of which so small a part of the chunk would be left over runs to its end: its first token is a step sooner.
 REST_PART = 1 / 32
+# A prompt that others leave a step to may run whole if it is no longer than so many of its chunks.
+_WHOLE_CHUNKS = 3
 # Others' prompts may lengthen a step that is left to one tenant by this part: up to a knee tokens cost almost nothing.
 _GUEST_PART = 0.05
 # Of the device's time, what may be lost by leaving steps to one tenant; and so much of it at once.
@@ -35,8 +38,13 @@ class PromptChunks:
         self._courtesy_seconds = _MOST_COURTESY_SECONDS
         self._counted_at = clock()
 
-    def sizes(self, prompts: Sequence[Ready], shape: StepShape, seconds: float, room: int) -> dict[int, int]:
-        """Return how many tokens of each prompt, by the request's number, fit beside `shape` into a step so long."""
+    def sizes(
+        self, prompts: Sequence[Ready], shape: StepShape, seconds: float, room: int, *, whole_room: int = 0
+    ) -> dict[int, int]:
+        """Return how many tokens of each prompt, by the request's number, fit beside `shape` into a step so long.
+
+        The first may run to its end with up to `whole_room` of them, where its end is sooner so.
+        """
         sizes: dict[int, int] = {}
         costs = self._model.costs
         patient_seconds = min(seconds, self._pace.patient_seconds(shape))
@@ -48,9 +56,13 @@ class PromptChunks:
                 if guest_seconds is None:
                     guest_seconds = self._guest_seconds(costs, shape, seconds)
                 longest = min(longest, guest_seconds)
+                if longest < seconds:
+                    most = min(most, self._spare_tokens(shape.num_tokens, most))
             fitting = costs.prompt_tokens_within(longest, shape, request.computed, most)
             if not sizes:
                 fitting = max(fitting, min(most, LEAST_PROMPT_TOKENS))
+                if fitting < remaining <= whole_room and _is_sooner_whole(costs, shape, request, remaining, fitting):
+                    most = fitting = remaining
             if most - fitting <= fitting * REST_PART:
                 fitting = most
             sizes[request.number] = fitting
@@ -76,6 +88,11 @@ class PromptChunks:
                 sizes[request.number] = size - surplus
                 return
 
+    def _spare_tokens(self, num_tokens: int, most: int) -> int:
+        """How many of `most` more the runner takes without running, and paying for, a larger step."""
+        index = bisect_left(self._step_sizes, num_tokens)
+        return self._step_sizes[index] - num_tokens if index < len(self._step_sizes) else most
+
     def _guest_seconds(self, costs: StepCosts, shape: StepShape, seconds: float) -> float:
         """How long the prompts of others may make a step that has this shape without them."""
         alone = costs.seconds(shape)
@@ -97,3 +114,13 @@ def _gives_way(request: RequestState, first: RequestState) -> bool:
     """Whether a prompt is of a tenant that holds more than the first one's, and no time was promised to it."""
     is_promised = request.targets.ttft_seconds is not None or request.deadline_seconds is not None
     return not is_promised and request.account.share > first.account.share
+
+
+def _is_sooner_whole(costs: StepCosts, shape: StepShape, request: RequestState, remaining: int, chunk: int) -> bool:
+    """Whether one step for all that is left of a prompt takes less than a few steps of a chunk each."""
+    if remaining > chunk * _WHOLE_CHUNKS:
+        return False
+    starts = range(0, remaining, chunk)
+    pieces = [with_prompt(shape, min(chunk, remaining - start), request.computed + start) for start in starts]
+    whole = with_prompt(shape, remaining, request.computed)
+    return costs.seconds(whole) < sum([costs.seconds(piece) for piece in pieces])

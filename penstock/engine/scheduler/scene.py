@@ -37,7 +37,7 @@ def scene_now(request: RequestState, load: Load, times: StepTimes, now: float) -
     tightest: float | None = None
     has_prompts = any([load.waiting.num_of_tier(tier) for tier in range(request.level[0] + 1)])
     for group in load.rows.groups:
-        # Who was promised a time per token does not pause.
+        # Who was promised a time per token pauses only if it has saved enough by then: that is not counted on.
         pauses = claim.passes(group.level, group.account)
         num_rows += group.num_paced if pauses else group.num_drawing
         context += group.paced_context_tokens if pauses else group.context_tokens

@@ -22,6 +22,7 @@ from penstock.engine.scheduler.idle_capacity import hold_back_batch
 from penstock.engine.scheduler.intake import check_submit
 from penstock.engine.scheduler.pace import Pace, Ready
 from penstock.engine.scheduler.placement import Placement
+from penstock.engine.scheduler.precedence import is_left_to
 from penstock.engine.scheduler.prompt_work import PromptWork
 from penstock.engine.scheduler.request_state import RequestState
 from penstock.engine.scheduler.serving_pace import decode_shape
@@ -254,16 +255,17 @@ class Scheduler:
             self.waiting.age(self._clock())
         ready: Sequence[Ready] = self._ready()
         budget = self.config.max_step_tokens
+        everybody: Sequence[Ready] = ()  # before some paused
         if len(self.waiting) or any([remaining > 1 for _, remaining in ready]):
             budget = self._step_tokens(ready)
             if len(self.waiting) and self._admit(plan, ready, budget):
                 ready = self._ready()
-            patient = self.placement.give_way(ready)
+            patient = self.placement.give_way(ready, self._foresight.pace.patience(ready) if self._foresight else None)
             if patient is not ready:
-                ready, budget = patient, self._step_tokens(patient)
+                everybody, ready, budget = ready, patient, self._step_tokens(patient)
         if self._foresight is not None and self.running and self.running[-1].is_batch:
             ready = hold_back_batch(ready, budget, self._foresight)
-        self._plan(plan, ready, budget)
+        self._plan(plan, ready, budget, everybody)
         if plan.has_work:
             plan.slices.sort(key=_place_in_plan)
             plan.tier_copies = self.cache.take_copies()
@@ -329,13 +331,13 @@ class Scheduler:
         most = self.config.max_step_tokens
         return most if self._pace is None else min(most, self._pace.step_tokens(ready, self.waiting))
 
-    def _plan(self, plan: StepPlan, ready: Sequence[Ready], budget: int) -> None:
+    def _plan(self, plan: StepPlan, ready: Sequence[Ready], budget: int, everybody: Sequence[Ready]) -> None:
         """Give running requests their tokens. Who gets blocks is by rank, who gets prompt tokens by urgency."""
         num_singles = sum([remaining == 1 for _, remaining in ready])
         chunks: dict[int, int] = {}
         room = budget - num_singles
         if num_singles < len(ready):
-            chunks = self._chunks(ready, room)
+            chunks = self._chunks(ready, room, everybody)
             room -= sum(chunks.values())
         for request, remaining in ready:
             if remaining == 1 and self._drafter is None and self._launch_one(plan, request):
@@ -348,13 +350,15 @@ class Scheduler:
             if num_tokens > 0 and self.placement.make_room(plan, request, request.computed + num_tokens):
                 self._launch(plan, request, num_tokens, drafts)
 
-    def _chunks(self, ready: Sequence[Ready], room: int) -> dict[int, int]:
+    def _chunks(self, ready: Sequence[Ready], room: int, everybody: Sequence[Ready]) -> dict[int, int]:
         """How many tokens each prompt gets, by the request's number: the most urgent first."""
         place = self.placement.order(ready).of
         prompts = sorted([item for item in ready if item[1] > 1], key=lambda item: place(item[0]))
         seconds = None if self._pace is None else self._pace.step_seconds(ready, self.waiting)
         if seconds is not None and self._foresight is not None:
-            return self._foresight.chunks.sizes(prompts, decode_shape(ready), seconds, room)
+            shape = decode_shape(ready)
+            whole = self.config.max_step_tokens - shape.num_rows if is_left_to(prompts[0][0], ready, everybody) else 0
+            return self._foresight.chunks.sizes(prompts, shape, seconds, room, whole_room=whole)
         chunks = {}
         for request, remaining in prompts:
             chunks[request.number] = min(remaining, max(0, room))

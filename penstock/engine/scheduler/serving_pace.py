@@ -22,12 +22,13 @@ _SHARED_SECONDS = 10.0
 # Not where callers have names: the next one's should not have to wait for it. Nor where they state times: what is
 # foreseen for them is exact to a step.
 _BACKLOG_PART = 0.3
-# While short prompts come, a long one that is not due yet runs in shorter steps: so short that this part of each is
-# what every step takes. Shorter ones would slow it down more than they help the others.
+# While several tenants are there, speed alone makes no step of prompts longer than one of which this part is what every
+# step takes; nor does a long prompt that is not due yet, while short ones come. Shorter steps would slow prompts down
+# more than they help the others.
+_SHORT_FIXED_PART = 0.45
 _LONG_PROMPT_TOKENS = 8192
 _SHORT_PROMPT_TOKENS = 2048
 _SHORT_SECONDS = 2.0
-_PATIENT_FIXED_PART = 0.45
 # Where even the largest step is this small, as on a CPU, cutting prompts further would only make them slower.
 _SMALL_STEP_TOKENS = 512
 # ... and never so little that prompts alone would run slower than this part of the fastest they could.
@@ -86,14 +87,16 @@ class ServingPace(Pace):
             for request, remaining in ready
             if remaining == 1 and request.targets.time_per_token_seconds is not None
         ]
-        if limited:
+        if limited and not self._is_shared:
             return self._room(limited)
         prompts = [request for request, remaining in ready if remaining > 1]
         prompts.extend(waiting)
         # Who was promised a time was promised it with short steps.
         is_promised = any([request.targets.ttft_seconds or request.deadline_seconds for request in prompts])
         num_tokens = 0 if is_promised else sum([request.remaining for request in prompts])
-        return self.comfortable_seconds(decode_shape(ready), num_tokens)
+        seconds = self.comfortable_seconds(decode_shape(ready), num_tokens)
+        # What one tenant's answers may take is no reason for another's first token to wait for longer steps.
+        return min(seconds, self._room(limited)) if limited else seconds
 
     def steady_step(
         self, shape: StepShape, time_per_token: float | None, context: int = 0, num_prompt_tokens: int = 0
@@ -105,17 +108,19 @@ class ServingPace(Pace):
         """
         seconds = self.comfortable_seconds(shape, num_prompt_tokens)
         if time_per_token is not None:
-            seconds = time_per_token * _TARGET_PART
+            paced = time_per_token * _TARGET_PART
+            seconds = min(seconds, paced) if self._is_shared else paced
         tokens = self._prompt_tokens(seconds, shape, context)
         return tokens, self._times.model.seconds(with_prompt(shape, tokens, context))
 
     def comfortable_seconds(self, shape: StepShape, num_prompt_tokens: int = 0) -> float:
         """How long a step with prompts may be where nobody said how long, and so many prompt tokens wait."""
-        is_shared = self._clock() < self._shared_until
+        is_shared = self._is_shared
         if not is_shared and (self.max_step_tokens <= _SMALL_STEP_TOKENS or not self._times.model.is_trusted):
             return float("inf")
         times = _SHARED_DECODE_TIMES if is_shared else _DECODE_TIMES
-        limit = max(times * self._decode_seconds(shape), self._least_efficient_seconds())
+        least = self._short_seconds() if is_shared else self._least_efficient_seconds()
+        limit = max(times * self._decode_seconds(shape), least)
         if not self._has_names and not self._has_times:
             limit = max(limit, _BACKLOG_PART * num_prompt_tokens * self._times.model.costs.token_seconds)
         return limit
@@ -124,8 +129,23 @@ class ServingPace(Pace):
         """How long a step may be made by prompts that can wait, so that short ones which come do not wait long."""
         if self._clock() >= self._short_until:
             return float("inf")
-        short = self._times.model.seconds(with_prompt(StepShape(), 1, 0)) / _PATIENT_FIXED_PART
-        return max(_SHARED_DECODE_TIMES * self._decode_seconds(shape), min(short, self._least_efficient_seconds()))
+        return max(_SHARED_DECODE_TIMES * self._decode_seconds(shape), self._short_seconds())
+
+    def patience(self, ready: Sequence[Ready]) -> Callable[[RequestState], bool] | None:
+        """Return what tells whether a row keeps its stated time per token if it leaves the next step to others.
+
+        It does where a step takes no more of what it has saved than it gives away in one. None: no row pauses.
+        """
+        if not self._has_times:
+            return None
+        longest = self.comfortable_seconds(decode_shape(ready))
+        start = self._times.free_at(self._clock())
+
+        def can_pause(request: RequestState) -> bool:
+            target = _step_target(request)
+            return (_saved(request, target, start) - target) * _SAVING_PART >= longest
+
+        return can_pause
 
     def can_wait(self, request: RequestState, remaining: int) -> bool:
         """Whether a prompt is long and need not begin yet to be in time."""
@@ -135,6 +155,16 @@ class ServingPace(Pace):
     def batch_allowance(self, shape: StepShape) -> float:
         """How long a step may take with batch work in it, that takes `shape` without."""
         return self._times.model.seconds(shape) * (1.0 + BATCH_PART)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether several tenants are there."""
+        return self._clock() < self._shared_until
+
+    def _short_seconds(self) -> float:
+        """How long a step of prompts is while others should not wait long for it."""
+        short = self._times.model.seconds(with_prompt(StepShape(), 1, 0)) / _SHORT_FIXED_PART
+        return min(short, self._least_efficient_seconds())
 
     def _decode_seconds(self, shape: StepShape) -> float:
         return self._times.model.seconds(shape) if shape.num_rows else 0.0
@@ -150,11 +180,8 @@ class ServingPace(Pace):
         start = self._times.free_at(self._clock())
         room = float("inf")
         for request in limited:
-            target = (request.targets.time_per_token_seconds or 0.0) * _TARGET_PART
-            first = request.first_token_at
-            # By the end of this step it will have drawn so many tokens behind the first, which may be under way.
-            num_tokens = request.num_drawn_tokens + request.in_flight
-            saved = target if first is None else first + num_tokens * target - start
+            target = _step_target(request)
+            saved = _saved(request, target, start)
             spent = saved if saved < target else target + (saved - target) * _SAVING_PART
             room = min(room, spent)
         return room
@@ -163,6 +190,20 @@ class ServingPace(Pace):
         most = self.max_step_tokens - shape.num_rows
         fitting = self._times.model.costs.prompt_tokens_within(seconds, shape, context, most)
         return max(fitting, min(most, LEAST_PROMPT_TOKENS))
+
+
+def _step_target(request: RequestState) -> float:
+    """Of the stated time per token, what a step may use."""
+    return (request.targets.time_per_token_seconds or 0.0) * _TARGET_PART
+
+
+def _saved(request: RequestState, target: float, start: float) -> float:
+    """How long a step that begins at `start` may take before the request is behind its target."""
+    first = request.first_token_at
+    if first is None:
+        return target
+    # By the end of this step it will have drawn so many tokens behind the first, which may be under way.
+    return first + (request.num_drawn_tokens + request.in_flight) * target - start
 
 
 def decode_shape(ready: Sequence[Ready]) -> StepShape:

@@ -33,11 +33,18 @@ _LOOK_SECONDS = 0.25
 _MOST_LINES = 32
 # A batch whose file was begun to be read by so many holders, none of whom got to its end, is given up.
 _MOST_READINGS = 10
+# So is one whose results were begun to be written so often.
+_MOST_ENDINGS = 10
 # A day's tokens may be used up for hours; but a limit may be raised, and the batch cancelled.
 _LONGEST_PAUSE = 30.0
 
 _UNREADABLE = (
     f"the server failed {_MOST_READINGS} times while it read the input file; create the batch again, "
+    "and tell whoever runs the server if that fails too"
+)
+
+_UNWRITABLE = (
+    f"the server failed {_MOST_ENDINGS} times while it wrote the files of results; create the batch again, "
     "and tell whoever runs the server if that fails too"
 )
 
@@ -68,6 +75,7 @@ class HeldBatch:
         self._running: dict[asyncio.Task[RowEnd | Postponed], int] = {}  # lines and how many answers each has
         self._most_answers: int | None = None  # of one line, as far as lines were seen
         self._is_over = False  # cancelled or expired
+        self._is_ending = False  # its results are being written
         self._paused_until = 0.0  # on the monotonic clock
         self._wake = asyncio.Event()
         self._stop = asyncio.get_running_loop().create_future()
@@ -140,8 +148,9 @@ class HeldBatch:
 
     async def _let_go(self) -> None:
         # If this fails others wait until the hold runs out.
+        let_go = partial(self._work.let_go, self.batch, is_ending=self._is_ending)
         with contextlib.suppress(HoldLost, StoreUnavailable):
-            await asyncio.get_running_loop().run_in_executor(self._threads, self._work.let_go, self.batch)
+            await asyncio.get_running_loop().run_in_executor(self._threads, let_go)
 
     async def _ask(self, work: Callable[[], Result]) -> Result:
         """Have the store do something, again and again while it fails. Raises HoldLost."""
@@ -197,19 +206,33 @@ class HeldBatch:
         await self._settle([task for task in self._running if not task.cancelled()])
 
     async def _finish(self) -> None:
+        num_begun = await self._ask(lambda: self._work.begin_ending(self.batch))
+        self._is_ending = True
+        if num_begun > _MOST_ENDINGS:
+            await self._ask(lambda: self._work.reject(self.batch, [InputError("results_unwritable", _UNWRITABLE)]))
+            self._note_end("failed")
+            return
         self.batch = await self._ask(lambda: self._work.close(self.batch))
         self.batch = await self._ask(self._write_results)
         self._note_end(self.batch.status)
 
     def _write_results(self) -> StoredBatch:
-        batch = self.batch
-        output = self._write_file("output", completed=True) if batch.num_completed else None
-        error = self._write_file("error", completed=False) if batch.num_failed else None
+        batch, begun = self.batch, list[str]()
+        try:
+            output = self._write_file("output", begun, completed=True) if batch.num_completed else None
+            error = self._write_file("error", begun, completed=False) if batch.num_failed else None
+        except BaseException:
+            # Whoever tries again begins anew: what is half written would only fill the disk for a day.
+            for file_id in begun:
+                with contextlib.suppress(StoreUnavailable):
+                    self._files.give_up(file_id)
+            raise
         return self._work.finish(batch, output, error)
 
-    def _write_file(self, name: str, *, completed: bool) -> tuple[str, int]:
+    def _write_file(self, name: str, begun: list[str], *, completed: bool) -> tuple[str, int]:
         batch = self.batch
         file_id = self._files.begin(batch.tenant, f"{batch.id}_{name}.jsonl", OUTPUT_PURPOSE)
+        begun.append(file_id)
         is_cancelled = batch.status == "cancelling"
         rows = self._work.ended_rows(batch, completed=completed)
         return file_id, self._files.fill(

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.engine.cache.kv_cache import RequestCache
-from penstock.engine.scheduler.cost_model import StepShape
+from penstock.engine.scheduler.cost_model import StepCosts, StepShape
 from penstock.engine.scheduler.foresight import Foresight
 from penstock.engine.scheduler.prompt_work import PromptWork
 from penstock.engine.scheduler.request_state import RequestState, TenantAccount
@@ -65,6 +65,31 @@ def test_steps_of_ones_own_take_no_more_than_a_small_part_of_the_time(clock, siz
     assert own < num_steps / 2
 
 
+# Two products of 500 tokens take longer than one of 1,000.
+LINEAR = StepCosts(
+    fixed=4e-3, prompt_step=1e-3, prompt_pair=0.0, row=1e-5, context_token=3e-8, tokens_beyond=((0, 2e-5),)
+)
+
+
+@pytest.mark.parametrize(
+    ("costs", "num_tokens", "room", "is_whole"),
+    [
+        (LINEAR, 2000, 8192, True),
+        (LINEAR, 2000, 1900, False),  # the runner takes no more
+        (LINEAR, 2000, 0, False),  # nobody pauses for it
+        (LINEAR, 2600, 8192, False),  # over three chunks
+        (H200_LLAMA_8B, 500, 8192, False),  # up to its knee this device runs chunks for nothing
+    ],
+)
+def test_a_prompt_that_others_pause_for_runs_whole_if_it_is_not_long_and_ends_sooner_so(
+    clock, costs, num_tokens, room, is_whole
+):
+    chunks = Foresight.make(max_step_tokens=8192, clock=clock, known=costs).chunks
+    seconds = costs.seconds(StepShape(prompt_tokens=250 if costs is H200_LLAMA_8B else 800))
+    given = chunks.sizes([prompt(0, "b", num_tokens, num_rows=1)], StepShape(), seconds, 8192, whole_room=room)
+    assert (given[0] == num_tokens) is is_whole
+
+
 @pytest.fixture
 def sizes_of_graphs(clock):
     """For a runner that fills steps up to one of these numbers of tokens."""
@@ -90,3 +115,12 @@ def test_prompts_that_all_fit_are_not_cut(sizes_of_graphs):
     assert sizes_of_graphs(StepShape(), prompt(0, "a", 300, num_rows=1), prompt(1, "a", 90, num_rows=1)) == {
         0: 300, 1: 90,
     }  # fmt: skip
+
+
+def test_prompts_of_others_do_not_make_a_step_that_is_left_to_one_tenant_larger_than_the_runner_takes_anyway(
+    sizes_of_graphs,
+):
+    given = sizes_of_graphs(StepShape(2, 2000), prompt(0, "b", 510, num_rows=3), prompt(1, "a", 1000, num_rows=50))
+    assert given == {0: 510, 1: 0}
+    given = sizes_of_graphs(StepShape(2, 2000), prompt(0, "b", 500, num_rows=3), prompt(1, "a", 1000, num_rows=50))
+    assert given == {0: 500, 1: 10}

@@ -5,9 +5,10 @@ import contextlib
 import json
 
 import pytest
+from sqlalchemy import select
 
 from penstock.engine.messages import EngineStats, TokenEvent
-from penstock.errors import EngineFailed
+from penstock.errors import EngineFailed, StoreUnavailable
 from penstock.request import FinishReason, Tier
 from penstock.server.batch import held_batch, window
 from penstock.server.batch.held_batch import HeldBatch
@@ -17,8 +18,10 @@ from penstock.server.batch.window import FEWEST, MOST, Window
 from penstock.store import batch_work
 from penstock.store.batch_work import MAX_ATTEMPTS, BatchWork
 from penstock.store.database import Database
+from penstock.store.files import FileStore
 from penstock.store.keys import KeyStore
 from penstock.store.ledger import UsageLedger
+from penstock.store.schema import files
 from penstock.tenants import KeyTerms, Limits
 from tests.unit.server.conftest import MODEL, running_service, until
 from tests.unit.server.openai_schema import check
@@ -279,6 +282,74 @@ async def test_a_batch_whose_file_nobody_gets_to_the_end_of_is_given_up_with_a_r
         (error,) = ended["errors"]["data"]
         assert (ended["status"], error["code"]) == ("failed", "file_unreadable")
         assert "nobody foresaw" not in error["message"]
+
+
+def failing_writes(monkeypatch, num_failures):
+    """Let so many attempts to write a file of results fail halfway; return the list in which they are noted."""
+    fill, attempts = FileStore.fill, []
+
+    def fail(files, file_id, pieces):
+        attempts.append(file_id)
+        if len(attempts) > num_failures:
+            return fill(files, file_id, pieces)
+        fill(files, file_id, [next(iter(pieces))])
+        raise RuntimeError("nobody foresaw this")
+
+    monkeypatch.setattr(held_batch.FileStore, "fill", fail)
+    monkeypatch.setattr(batch_work, "HOLD_SECONDS", 0.0)
+    return attempts
+
+
+def files_of_results(desk):
+    with desk.service.context.tenancy.database.reading() as connection:
+        return connection.execute(select(files.c.id).where(files.c.purpose == "batch_output")).scalars().all()
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_batch_whose_results_nobody_gets_written_is_given_up_with_a_reason(tmp_path, monkeypatch, is_cancelled):
+    attempts = failing_writes(monkeypatch, 1000)
+    async with running_desk(tmp_path) as desk:
+        batch_id = await desk.start(line("a"), line("b"))
+        if is_cancelled:
+            await until(lambda: attempts)
+            await desk.call("POST", f"/batches/{batch_id}/cancel")
+        ended = await desk.ended(batch_id)
+        (error,) = ended["errors"]["data"]
+        assert (ended["status"], error["code"]) == ("failed", "results_unwritable")
+        assert "nobody foresaw" not in error["message"]
+        assert ended["output_file_id"] is None and ended["error_file_id"] is None
+        assert len(attempts) == 10 and len(desk.service.engine.submitted) == 2, "nothing has run twice"
+        assert files_of_results(desk) == [], "what was half written is gone"
+
+
+async def test_results_that_are_written_at_last_are_whole_and_nothing_has_run_twice(tmp_path, monkeypatch):
+    failing_writes(monkeypatch, 9)
+    async with running_desk(tmp_path) as desk:
+        ended = await desk.ended(await desk.start(line("a"), line("b")))
+        assert ended["status"] == "completed"
+        assert [result["custom_id"] for result in await desk.results(ended["output_file_id"])] == ["a", "b"]
+        assert len(desk.service.engine.submitted) == 2
+        assert files_of_results(desk) == [ended["output_file_id"]]
+
+
+async def test_a_store_that_fails_behind_the_end_of_a_batch_costs_no_result(tmp_path, monkeypatch):
+    forget, failures = BatchWork._forget_rows, []
+
+    def fail_once(work, batch_id):
+        forget(work, batch_id)
+        if not failures:
+            failures.append(batch_id)
+            raise StoreUnavailable("the store does not work")
+
+    monkeypatch.setattr(BatchWork, "_forget_rows", fail_once)
+    monkeypatch.setattr(held_batch, "_RETRY_SECONDS", 0.01)
+    async with running_desk(tmp_path) as desk:
+        batch_id = await desk.start(line("a"))
+        await desk.ended(batch_id)
+        await until(lambda: failures)
+        await desk.ended(await desk.start(line("b")))
+        ended = await desk.look(batch_id)
+        assert [result["custom_id"] for result in await desk.results(ended["output_file_id"])] == ["a"]
 
 
 async def test_a_line_larger_than_the_days_tokens_is_told(tmp_path):

@@ -134,6 +134,7 @@ def test_who_was_overtaken_can_change_nothing(store, work, clock, sqlite_databas
         lambda: work.claim(held, 1),
         lambda: work.record(held, [end(1)]),
         lambda: work.give_back(held, [1], counts=True),
+        lambda: work.begin_ending(held),
         lambda: work.close(held),
         lambda: work.finish(held, None, None),
         lambda: work.reject(held, []),
@@ -151,6 +152,17 @@ def test_what_is_let_go_can_be_taken_at_once_and_was_not_tried(store, work):
     work.let_go(held)
     other = work.take(anything)
     assert [row.attempts for row in work.claim(other, 9)] == [1, 1, 1]
+
+
+def test_ends_that_were_begun_are_counted_over_all_holders_but_not_those_of_who_let_go(store, work, clock):
+    held = started(store, work)
+    assert work.begin_ending(held) == 1
+    work.let_go(held, is_ending=True)
+    held = work.take(anything)
+    assert work.begin_ending(held) == 1
+    clock.now += HOLD_SECONDS
+    held = work.take(anything)
+    assert work.begin_ending(held) == 2
 
 
 def test_who_let_go_holds_no_more_even_by_what_it_began_before(store, work):
