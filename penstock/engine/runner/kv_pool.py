@@ -4,7 +4,7 @@ Moves blocks between them; knows nothing of their owners.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -13,6 +13,10 @@ from torch import Tensor
 from penstock.engine.runner.transfer import to_device
 from penstock.engine.scheduler.step_plan import TierCopy
 from penstock.models.spec import ModelSpec
+
+
+# So many blocks are moved together, and no more bytes than these: one copy for each, not one for each layer of each.
+_MOST_STAGED_BLOCKS, _MOST_STAGED_BYTES = 16, 64 << 20
 
 
 class KvPool:
@@ -32,19 +36,30 @@ class KvPool:
         self.layers = [_zeros((2, num_blocks, *inner), dtype, device) for _ in range(spec.num_layers)]
         self._host: Tensor | None = None
         if num_host_slots:
-            pinned = device.type == "cuda"
-            self._host = torch.empty(num_host_slots, spec.num_layers, 2, *inner, dtype=dtype, pin_memory=pinned)
+            shape, pinned = (spec.num_layers, 2, *inner), device.type == "cuda"
+            self._host = torch.empty(num_host_slots, *shape, dtype=dtype, pin_memory=pinned)
+            num_staged = max(1, min(_MOST_STAGED_BLOCKS, _MOST_STAGED_BYTES // self.block_bytes))
+            # Blocks on their way, laid out as in the host's memory.
+            self._staged = torch.empty(num_staged, *shape, dtype=dtype, device=device)
 
     def copy(self, copies: Sequence[TierCopy]) -> None:
         """Move blocks between device and host, in order."""
-        for item in copies:
-            assert self._host is not None
-            host_block = self._host[item.host_slot]
-            for layer, pool in enumerate(self.layers):
-                if item.to_host:
-                    host_block[layer].copy_(pool[:, item.block], non_blocking=True)
-                else:
-                    pool[:, item.block].copy_(host_block[layer], non_blocking=True)
+        if not copies:
+            return
+        assert self._host is not None
+        for run in _runs(copies, len(self._staged)):
+            blocks = to_device(np.array([item.block for item in run], np.int64), self._staged.device)
+            staged = self._staged[: len(run)]
+            if run[0].to_host:
+                for layer, pool in enumerate(self.layers):
+                    staged[:, layer] = pool.index_select(1, blocks).transpose(0, 1)
+                for item, content in zip(run, staged, strict=True):
+                    self._host[item.host_slot].copy_(content, non_blocking=True)
+            else:
+                for item, content in zip(run, staged, strict=True):
+                    content.copy_(self._host[item.host_slot], non_blocking=True)
+                for layer, pool in enumerate(self.layers):
+                    pool.index_copy_(1, blocks, staged[:, layer].transpose(0, 1))
 
     def wipe(self, blocks: Sequence[int]) -> None:
         """Fill blocks with zeros."""
@@ -70,6 +85,21 @@ class KvPool:
         parts = torch.frombuffer(bytearray(content), dtype=first.dtype).view(len(self.layers), *first[:, 0].shape)
         for pool, part in zip(self.layers, parts, strict=True):
             pool[:, block].copy_(part)
+
+
+def _runs(copies: Sequence[TierCopy], most: int) -> Iterator[list[TierCopy]]:
+    """Yield the copies in order, those together that go the same way and touch no block or slot twice."""
+    run: list[TierCopy] = []
+    touched: set[tuple[bool, int]] = set()
+    for item in copies:
+        places = {(True, item.block), (False, item.host_slot)}
+        if run and (len(run) == most or item.to_host != run[0].to_host or places & touched):
+            yield run
+            run, touched = [], set()
+        run.append(item)
+        touched |= places
+    if run:
+        yield run
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
