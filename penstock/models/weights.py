@@ -17,9 +17,10 @@ from penstock.errors import ModelError
 from penstock.models.dequantise import DEQUANTISERS
 from penstock.models.download import Progress
 from penstock.models.gguf import GgufFile
-from penstock.models.safetensors_file import INDEX, SafetensorsFile, read_index, shard_index, weight_files
+from penstock.models.safetensors_file import SafetensorsFile
 from penstock.models.store import ModelFiles
 from penstock.models.stored_tensor import StoredTensor, WeightSource
+from penstock.models.weight_files import INDEX, read_index, shard_index, weight_files
 
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

@@ -14,7 +14,7 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-from penstock.errors import ConfigError, TemplateFailed
+from penstock.errors import TemplateFailed
 from penstock.server.claim import Claim
 from penstock.server.template_frames import HEAD_BYTES, MAX_FRAME_BYTES, decode_document, encode_frame, length_in
 from penstock.server.tenant_lines import TenantLines
@@ -22,7 +22,6 @@ from penstock.server.tenant_lines import TenantLines
 RENDER_SECONDS = 5.0
 START_SECONDS = 30.0
 MAX_PROMPT_CHARACTERS = 16 * 1024**2
-_MAX_TEMPLATE_BYTES = 1024 * 1024
 # From here on a conversation is a long one, counting so much for each message beside its text.
 LONG_CHARACTERS = 32 * 1024
 MESSAGE_CHARACTERS = 64
@@ -32,23 +31,6 @@ _MODULE = "penstock.server.template_process"
 # What talking to a process that has ended raises.
 _DIED = (asyncio.IncompleteReadError, ConnectionError)
 _NOBODY = Claim("")  # whom the server's own prompts are rendered for
-
-
-def read_template(path: str) -> str:
-    """Return the text of the file that `--chat-template` names. Raises ConfigError."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_TEMPLATE_BYTES + 1)
-        text = data.decode("utf-8")
-    except OSError as error:
-        raise ConfigError("--chat-template", path, f"it cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError("--chat-template", path, "it is not UTF-8 text") from error
-    if not data.strip():
-        raise ConfigError("--chat-template", path, "it is empty")
-    if len(data) > _MAX_TEMPLATE_BYTES:
-        raise ConfigError("--chat-template", path, f"it is larger than {_MAX_TEMPLATE_BYTES} bytes")
-    return text
 
 
 class ChatTemplate:

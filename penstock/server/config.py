@@ -14,9 +14,9 @@ from penstock.errors import ConfigError
 from penstock.home_folder import expand_home
 from penstock.loopback import is_loopback
 from penstock.request import Targets
-from penstock.server.chat_template import read_template
+from penstock.server.prefix_file import DeclaredPrefix, load_prefixes
 from penstock.server.registration import read_gateways
-from penstock.server.shared_prefixes import DeclaredPrefix, load_prefixes
+from penstock.server.template_file import read_template
 from penstock.store.key_ring import load_keys
 from penstock.store.location import NO_STORE, default_location, shown
 from penstock.telemetry import LogFormat

@@ -31,7 +31,8 @@ from penstock.server.batch.runner import BatchRunner
 from penstock.server.chat_template import ChatTemplate
 from penstock.server.connection import connection_class
 from penstock.server.context import ServerContext, build_context
-from penstock.server.shared_prefixes import DeclaredPrefix, SharedPrefixes, tokenize_prefixes
+from penstock.server.prefix_file import DeclaredPrefix
+from penstock.server.shared_prefixes import SharedPrefixes, tokenize_prefixes
 from penstock.server.worker_setup import WorkerSetup
 from penstock.stop_signals import OWNERS_SIGNAL, leave_to_owner
 from penstock.store.database import Database

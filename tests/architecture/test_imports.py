@@ -42,7 +42,7 @@ ROOT_MODULES = (
 # Where a unit sees less of another than the layers allow: only these of its modules.
 NARROW: dict[tuple[str, str], tuple[str, ...]] = {
     # In one's own process text is made as the server makes it, without the server.
-    ("llm", "server"): ("server.chat_template", "server.text_assembly"),
+    ("llm", "server"): ("server.chat_template", "server.template_file", "server.text_assembly"),
     ("server", "engine"): (
         "engine.client",
         "engine.config",

@@ -24,6 +24,7 @@ TORCH_FREE_EXCEPTIONS = (
     "models.registry",
     "models.spec",
     "models.store",
+    "models.weight_files",
     "models.wheel",
 )
 # What cannot be imported where the package of an extra is not installed.
@@ -82,3 +83,9 @@ def test_the_check_sees_a_module_that_loads_torch() -> None:
     assert run(["penstock.kernels.attention.interface"]).stderr.strip() == (
         "importing penstock.kernels.attention.interface loads torch"
     )
+
+
+def test_the_engine_is_started_before_what_only_others_need_is_loaded() -> None:
+    heavy = "numpy", "pydantic", "fastapi", "tokenizers", "sqlalchemy", "httpx"
+    code = f"import sys, penstock.cli, penstock.commands.serve; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -14,7 +14,6 @@ from penstock.engine.runner.transfer import to_device
 from penstock.engine.scheduler.step_plan import TierCopy
 from penstock.models.spec import ModelSpec
 
-
 # So many blocks are moved together, and no more bytes than these: one copy for each, not one for each layer of each.
 _MOST_STAGED_BLOCKS, _MOST_STAGED_BYTES = 16, 64 << 20
 

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, TemplateFailed
-from penstock.server.shared_prefixes import DeclaredPrefix, SharedPrefixes, load_prefixes, tokenize_prefixes
+from penstock.server.prefix_file import DeclaredPrefix, load_prefixes
+from penstock.server.shared_prefixes import SharedPrefixes, tokenize_prefixes
 from tests.fakes.tiny_tokenizer import make_tokenizer
 from tests.unit.server.conftest import running_service
 
