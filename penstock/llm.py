@@ -9,10 +9,12 @@ import gc
 import itertools
 import operator
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import msgspec
@@ -214,7 +216,7 @@ class LLM:
         longest = self.config.max_context_tokens
         waiting = sorted(range(len(prompts)), key=lambda index: -(params[index].max_tokens or longest))[::-1]
         limit = self.config.max_running + self.config.max_waiting
-        with _young_collections() as collect:
+        with _whole_steps() as interrupt, _young_collections() as collect:
             try:
                 while waiting or open_requests:
                     room = self.config.max_step_tokens
@@ -225,6 +227,7 @@ class LLM:
                         done[index] = self._submit(submits[index], open_requests)
                     self._take(self._engine.step(), open_requests)
                     collect()
+                    interrupt()
             finally:
                 self._engine.abort(b"", list(open_requests))
                 while self._engine.has_work:
@@ -265,6 +268,33 @@ class LLM:
             return await chat_template.render([message.for_template() for message in messages])
         finally:
             await chat_template.close()
+
+
+@contextlib.contextmanager
+def _whole_steps() -> Iterator[Callable[[], None]]:
+    """Keep Ctrl-C for the end of a step: within one it would leave plans that are never settled.
+
+    Yields what is to be called after each step: it interrupts where that was asked for.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    # Python runs handlers in its main thread alone, and those that it did not set are not its to replace.
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield lambda: None
+        return
+    asked: list[FrameType | None] = []
+
+    def interrupt() -> None:
+        if asked:
+            frame = asked[-1]
+            asked.clear()
+            handler(signal.SIGINT, frame)
+
+    signal.signal(signal.SIGINT, lambda _, frame: asked.append(frame))
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        interrupt()
 
 
 @contextlib.contextmanager

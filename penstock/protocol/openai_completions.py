@@ -91,6 +91,8 @@ class CompletionRequest(GenerationRequest):
             raise InvalidParameter("logprobs", self.logprobs, f"give an integer from 0 to {MAX_LOGPROBS}")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidParameter("max_tokens", 0, "give at least 1, or set echo to score the prompt alone")
+        if self.max_tokens == 0 and self.min_tokens:
+            raise InvalidParameter("min_tokens", self.min_tokens, "give at most max_tokens (0)")
 
     @property
     def only_scores_prompt(self) -> bool:

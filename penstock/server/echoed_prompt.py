@@ -52,12 +52,20 @@ async def echo_prompt(
         for token_id in token_ids:
             offsets.append(length)
             pieces.append(detokenizer.push([token_id]))
-            length += len(pieces[-1])
+            length += len(pieces[-1]) or _special_length(tokenizer, token_id, prompt.text, length)
         scores = _scores(tokenizer, token_ids, start, logprobs, offsets) if with_scores else None
         echoed.add("".join(pieces) if prompt.text is None else "", scores)
     if prompt.text is None and not prompt.unfinished:  # the answer has a character that the prompt leaves unfinished
         echoed.add(detokenizer.flush(), None)
     return echoed
+
+
+def _special_length(tokenizer: Tokenizer, token_id: int, text: str | None, offset: int) -> int:
+    """Return how many characters a special token has in the caller's own text: none where it was put before that."""
+    if text is None or token_id not in tokenizer.special_ids:
+        return 0
+    shown = tokenizer.token_texts[token_id]
+    return len(shown) if text.startswith(shown, offset) else 0
 
 
 def _scores(

@@ -304,7 +304,7 @@ class Supervisor:
         if self._engine is not None:
             _signal(self._engine, OWNERS_SIGNAL)
             await self._ended([self._engine], _STOP_SECONDS)
-        self._kill()
+        await self._reap(self._kill())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -326,9 +326,17 @@ class Supervisor:
         for task in tasks:
             task.cancel()
 
-    def _kill(self) -> None:
-        for process in [*self._workers.values(), *([self._engine] if self._engine else [])]:
+    def _kill(self) -> list[asyncio.subprocess.Process]:
+        processes = [*self._workers.values(), *([self._engine] if self._engine else [])]
+        for process in processes:
             _signal(process, signal.SIGKILL)
+        return processes
+
+    async def _reap(self, killed: list[asyncio.subprocess.Process]) -> None:
+        """See that processes are gone, and their memory with them. None that the kernel holds is waited for long."""
+        waits = [asyncio.create_task(process.wait()) for process in killed]
+        if waits:
+            await asyncio.wait(waits, timeout=_STOP_SECONDS)
 
 
 def _prepare_store(config: ServerConfig) -> ServerConfig:

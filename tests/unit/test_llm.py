@@ -1,6 +1,8 @@
 """A model in this process: what it refuses, and by which errors."""
 
 import json
+import signal
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -240,6 +242,34 @@ def test_what_was_closed_says_so(folder):
         for call in (llm.generate, llm.score):
             with pytest.raises(EngineUnavailable, match="was closed; make another"):
                 call(["hi"])
+
+
+@pytest.mark.parametrize("place", ["next_step", "commit"])
+def test_an_interrupt_in_the_middle_of_a_step_leaves_the_engine_usable(llm, monkeypatch, place):
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    expected = llm.generate([[5, 6], [7]], params)
+    scheduler = llm._engine.scheduler
+    done = getattr(scheduler, place)
+
+    def interrupted(*arguments):
+        outcome = done(*arguments)
+        signal.raise_signal(signal.SIGINT)
+        return outcome
+
+    with monkeypatch.context() as patched:
+        patched.setattr(scheduler, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5, 6], [7]], params)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert [answer.token_ids for answer in llm.generate([[5, 6], [7]], params)] == [one.token_ids for one in expected]
+
+
+def test_threads_other_than_the_main_one_generate(llm):
+    answers = []
+    thread = threading.Thread(target=lambda: answers.extend(llm.generate([[5]], SamplingParams(max_tokens=1))))
+    thread.start()
+    thread.join()
+    assert len(answers) == 1
 
 
 def test_the_shortest_context_that_holds_a_prompt_and_an_answer_is_served(tmp_path):

@@ -125,6 +125,21 @@ async def test_echo_with_scores_covers_prompt_and_answer(short):
     assert len({len(column) for column in scores.values()}) == 1
 
 
+async def test_special_tokens_of_an_echoed_text_have_their_places_in_it(short):
+    text = "<|start|>hé<|end|>x"
+    choice = (await short.complete(text, echo=True, logprobs=0)).json()["choices"][0]
+    assert choice["text"] == text + ANSWER
+    assert choice["logprobs"]["tokens"][0] == "<|start|>"
+    assert choice["logprobs"]["text_offset"][:7] == [0, 9, 10, 10, 11, 18, 19]
+
+
+async def test_special_tokens_of_echoed_ids_are_no_part_of_the_text(short):
+    prompt = short.tokenizer.encode("<|start|>hi<|end|>x", add_special=False)
+    choice = (await short.complete(prompt, echo=True, logprobs=0)).json()["choices"][0]
+    assert choice["text"] == "hix" + ANSWER
+    assert choice["logprobs"]["text_offset"][:6] == [0, 0, 1, 2, 2, 3]
+
+
 @pytest.mark.parametrize("max_tokens", [0, 3])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("as_ids", [False, True])
@@ -244,6 +259,7 @@ async def test_offsets_go_on_from_chunk_to_chunk(short):
         ({"suffix": "x"}, "suffix"),
         ({"echo": True, "logprobs": 21}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
         ({"logprobs": 21}, "logprobs"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ""}, "prompt"),
