@@ -309,3 +309,12 @@ def test_a_replica_is_needed_while_fewer_than_half_of_its_model_are_up(pool, num
     for replica in replicas[num_up:]:
         replica.breaker.on_failure("gone", is_fatal=True)
     assert pool.is_needed(replicas[-1]) is is_needed
+
+
+def test_one_that_leaves_is_watched_until_its_last_request_ends(pool):
+    replica, idle = pool.add("one", entry(1)), pool.add("one", entry(2))
+    replica.num_in_flight = 1
+    pool.replace("one", [])
+    assert pool.leaving == [replica] and idle.is_leaving and not list(pool)
+    replica.num_in_flight = 0
+    assert pool.leaving == []
