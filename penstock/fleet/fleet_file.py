@@ -205,7 +205,7 @@ def _places_of(url: str) -> set[str]:
     place = place_of(url)
     if urlsplit(url).hostname != "localhost":
         return {place}
-    return {place, *(place.replace("://localhost:", f"://{host}:", 1) for host in ("127.0.0.1", "[::1]"))}
+    return {place, place.replace("://127.0.0.1:", "://[::1]:", 1)}
 
 
 def _check_aliases(config: FleetConfig) -> None:

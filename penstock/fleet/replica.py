@@ -139,6 +139,7 @@ class ReplicaPool:
         self.added = asyncio.Event()  # set when there is a replica that nobody has asked yet
         self._replicas: dict[str, Replica] = {}
         self._sources: dict[str, list[str]] = {}  # by place, who has known it longest first
+        self._leaving: list[Replica] = []
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(list(self._replicas.values()))
@@ -168,7 +169,7 @@ class ReplicaPool:
             return replica
         if replica is None or not replica.is_same_server(entry):
             if replica is not None:
-                replica.is_leaving = True
+                self._see_off(replica)
             replica = self._replicas[place] = Replica(entry, self.health, self.clock, self._default_key_file)
             self.added.set()
         else:
@@ -183,9 +184,19 @@ class ReplicaPool:
             return False
         sources.remove(source)
         if not sources:
-            self._replicas.pop(place).is_leaving = True
+            self._see_off(self._replicas.pop(place))
             del self._sources[place]
         return True
+
+    @property
+    def leaving(self) -> list[Replica]:
+        """Those that no source knows any more, and that still have requests of this gateway."""
+        self._leaving = [replica for replica in self._leaving if replica.num_in_flight]
+        return list(self._leaving)
+
+    def _see_off(self, replica: Replica) -> None:
+        replica.is_leaving = True
+        self._leaving = [*self.leaving, replica]
 
     def serving(self, model: str) -> list[Replica]:
         return [replica for replica in self._replicas.values() if replica.serves(model)]

@@ -1,6 +1,6 @@
 """Where the server is that a URL names, however the URL is written.
 
-Reads URLs only: whether two names lead to one address it does not know.
+Reads URLs only: whether two names lead to one address it does not know, but for `localhost`.
 """
 
 import ipaddress
@@ -19,7 +19,8 @@ def place_of(url: str) -> str:
 
 def _host(name: str) -> str:
     if ":" not in name:
-        return name.removesuffix(".")
+        plain = name.removesuffix(".")
+        return "127.0.0.1" if plain == "localhost" else plain
     try:
         return f"[{ipaddress.IPv6Address(name)}]"
     except ValueError:

@@ -78,6 +78,18 @@ class Charge:
             usage = usage_of(failed, self._tenant, self._model)
             self._written = self._meter.book(usage, _settlement(self._lease, record))
 
+    def give_up(self, record: RequestRecord, *, goes_on: bool) -> None:
+        """Close it for a request that was taken away while this server stood still.
+
+        A gateway that vouches for it asks another server: to go on with what was sent of it, or for all of it.
+        """
+        if not self._may_move:
+            self.close(record)
+        elif goes_on:
+            self.leave(record)
+        else:
+            self.withdraw()
+
     def close(self, record: RequestRecord) -> None:
         """Book the outcome that the record tells of. Only the first time counts."""
         if self._written is None:

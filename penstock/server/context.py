@@ -25,6 +25,7 @@ from penstock.server.metrics import ServerMetrics
 from penstock.server.open_answers import OpenAnswers
 from penstock.server.readiness import Readiness
 from penstock.server.shared_prefixes import SharedPrefixes
+from penstock.server.standstill import Standstill
 from penstock.server.terms import Terms, agree, agree_on_batch
 from penstock.server.text_work import TextWork
 from penstock.store.database import Database
@@ -46,6 +47,7 @@ class ServerContext:
     metrics: ServerMetrics
     answers: OpenAnswers
     readiness: Readiness
+    standstill: Standstill
     blocks: BlockFeed
     created: int  # Unix time that /v1/models tells as the model's
     turns: LoopTurns = field(default_factory=LoopTurns)  # for answers that need much of the event loop
@@ -120,6 +122,7 @@ def build_context(
         metrics=metrics,
         answers=answers,
         readiness=Readiness(engine, answers),
+        standstill=Standstill(engine),
         blocks=BlockFeed(engine),
         created=created,
     )

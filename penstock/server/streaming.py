@@ -24,6 +24,7 @@ from penstock.server.answer import Answer, Batch, Choice
 from penstock.server.json_parts import Body
 from penstock.server.loop_turns import ENTRIES_A_PASS, LoopTurns
 from penstock.server.open_answers import ClientGone, OpenAnswers
+from penstock.server.standstill import Standstill
 from penstock.server.text_assembly import TextPiece
 from penstock.telemetry import RequestRecord
 
@@ -84,6 +85,7 @@ class AnswerResponse(Response):
         stream: bool,
         record: RequestRecord,
         answers: OpenAnswers,
+        standstill: Standstill,
         framed: bool = False,
     ) -> None:
         super().__init__()
@@ -92,6 +94,7 @@ class AnswerResponse(Response):
         self._stream = stream
         self._record = record
         self._answers = answers
+        self._standstill = standstill
         self._framed = framed  # for a gateway, which can then go on with it elsewhere
         self._started = False
         self._tells_prompt = False
@@ -104,6 +107,9 @@ class AnswerResponse(Response):
         except ClientGone:
             self._record.finish = "abort"
             self._record.status = self._record.status or CLIENT_GONE_STATUS
+            if self._standstill.is_recent():
+                self._note_outcome()
+                self._answer.charge.give_up(self._record, goes_on=self._started and self._framed)
         except PenstockError as error:
             await self._send_error(error, send)
         except Exception as error:

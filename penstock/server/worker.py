@@ -33,6 +33,7 @@ from penstock.server.connection import connection_class
 from penstock.server.context import ServerContext, build_context
 from penstock.server.prefix_file import DeclaredPrefix
 from penstock.server.shared_prefixes import SharedPrefixes, tokenize_prefixes
+from penstock.server.standstill import LOOK_SECONDS
 from penstock.server.worker_setup import WorkerSetup
 from penstock.stop_signals import OWNERS_SIGNAL, leave_to_owner
 from penstock.store.database import Database
@@ -101,6 +102,7 @@ class Worker:
         loop.set_default_executor(ThreadPoolExecutor(_THREADS, "penstock-work"))
         loop.add_signal_handler(OWNERS_SIGNAL, self._on_signal)
         self._watch_parent()
+        self._watch_time()
         await asyncio.gather(*[server.serve(sockets=[listener]) for server, listener in self._servers])
 
     def _note_started(self) -> None:
@@ -136,6 +138,10 @@ class Worker:
             asyncio.get_running_loop().call_later(_PARENT_SECONDS, self._watch_parent)
         else:
             self._stop_now()
+
+    def _watch_time(self) -> None:
+        self._context.standstill.look()
+        asyncio.get_running_loop().call_later(LOOK_SECONDS, self._watch_time)
 
 
 async def serve(setup: WorkerSetup) -> None:

@@ -87,5 +87,7 @@ def test_the_check_sees_a_module_that_loads_torch() -> None:
 
 def test_the_engine_is_started_before_what_only_others_need_is_loaded() -> None:
     heavy = "numpy", "pydantic", "fastapi", "tokenizers", "sqlalchemy", "httpx"
-    code = f"import sys, penstock.cli, penstock.commands.serve; print([name for name in {heavy} if name in sys.modules])"
+    code = (
+        f"import sys, penstock.cli, penstock.commands.serve; print([name for name in {heavy} if name in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -33,10 +33,12 @@ class KubernetesDiscovery(Discovery):
         path = f"/apis/discovery.k8s.io/v1/namespaces/{self._namespace}/endpointslices"
         selector = {"labelSelector": f"kubernetes.io/service-name={self._section.service}"}
         document = await self._api.get(path, selector)
-        return [entry for item in _objects(document.get("items")) for entry in self._entries(item)]
+        slices = sorted(_objects(document.get("items")), key=_family)
+        families: dict[str, str] = {}  # of the addresses at which a pod is asked, by its identity
+        return [entry for item in slices for entry in self._entries(item, families)]
 
-    def _entries(self, endpoint_slice: Mapping[str, Any]) -> list[ReplicaEntry]:
-        port = self._port(endpoint_slice)
+    def _entries(self, endpoint_slice: Mapping[str, Any], families: dict[str, str]) -> list[ReplicaEntry]:
+        port, family = self._port(endpoint_slice), _family(endpoint_slice)
         if port is None:
             return []
         section = self._section
@@ -46,6 +48,8 @@ class KubernetesDiscovery(Discovery):
             )
             for endpoint in _objects(endpoint_slice.get("endpoints"))
             for host in _hosts(endpoint)
+            # A service with addresses of both families has slices of both, and every pod in each.
+            if families.setdefault(_pod(endpoint) or host, family) == family
         ]
 
     def _port(self, endpoint_slice: Mapping[str, Any]) -> Any:
@@ -54,6 +58,18 @@ class KubernetesDiscovery(Discovery):
             return wanted
         ports = _objects(endpoint_slice.get("ports"))
         return next((item.get("port") for item in ports if item.get("name") == wanted), None)
+
+
+def _family(endpoint_slice: Mapping[str, Any]) -> str:
+    """Return the kind of a slice's addresses, IPv4 or IPv6, which is also their order where a pod has both."""
+    return str(endpoint_slice.get("addressType", ""))
+
+
+def _pod(endpoint: Mapping[str, Any]) -> str | None:
+    """Return the identity of what an endpoint leads to, where it tells."""
+    target = endpoint.get("targetRef")
+    uid = target.get("uid") if isinstance(target, Mapping) else None
+    return uid if isinstance(uid, str) else None
 
 
 def _hosts(endpoint: Mapping[str, Any]) -> list[str]:

@@ -116,7 +116,8 @@ class HealthMonitor:
         return self._introductions.refusal(answer.identity)
 
     def _known(self) -> list[Replica]:
-        replicas = list(self._pool)
+        # Also those that leave while they have requests: one that stands still then is found out like any other.
+        replicas = [*self._pool, *self._pool.leaving]
         self._num_probes = {replica.url: self._num_probes.get(replica.url, 0) for replica in replicas}
         self._missed = {place: why for place, why in self._missed.items() if place[0] in self._num_probes}
         return replicas

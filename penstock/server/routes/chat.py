@@ -42,6 +42,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
             stream=chat.wants_stream,
             record=record,
             answers=context.answers,
+            standstill=context.standstill,
             framed=is_framed,
         )
 

@@ -43,6 +43,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
             stream=wanted.wants_stream,
             record=record,
             answers=context.answers,
+            standstill=context.standstill,
             framed=is_framed,
         )
 

@@ -160,6 +160,19 @@ ODD_SLICES = [
     SLICE,
 ]
 
+# Of a service with addresses of both families: one pod has both, one is so new that it is in one slice only.
+DUAL_SLICES = [
+    {
+        "addressType": family,
+        "ports": [{"name": "http", "port": 8000}],
+        "endpoints": [
+            {"addresses": [address], "targetRef": {"kind": "Pod", "uid": uid}} for uid, address in pods.items()
+        ],
+    }
+    for family, pods in (("IPv6", {"a": "fd00::1", "b": "fd00::2"}), ("IPv4", {"a": "10.0.0.1"}))
+]
+OTHER_SLICES = {"odd": ODD_SLICES, "dual": DUAL_SLICES}
+
 
 @pytest.fixture
 async def cluster(tmp_path):
@@ -170,7 +183,7 @@ async def cluster(tmp_path):
 
     async def answer(request):
         seen.append((request.path, request.query["labelSelector"], request.headers["authorization"]))
-        slices = ODD_SLICES if "odd" in str(request.url) else [SLICE]
+        slices = next((found for name, found in OTHER_SLICES.items() if name in str(request.url)), [SLICE])
         return web.json_response({"items": slices}) if "penstock" in str(request.url) else web.Response(status=403)
 
     app = web.Application()
@@ -199,10 +212,17 @@ async def test_two_ports_of_a_service_are_two_sources_of_replicas(cluster):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("url", ["HTTP://a", "http://A/", "http://a:80", "http://a.", "http://[0::1]/"])
-def test_a_server_is_one_replica_however_its_url_is_written(url):
+@pytest.mark.parametrize(
+    ("known", "url"),
+    [
+        *(("http://a", url) for url in ("HTTP://a", "http://A/", "http://a:80", "http://a.")),
+        ("http://[::1]", "http://[0::1]/"),
+        ("http://127.0.0.1", "http://localhost/"),
+        ("http://localhost:80", "http://127.0.0.1"),
+    ],
+)
+def test_a_server_is_one_replica_however_its_url_is_written(known, url):
     pool = ReplicaPool(HealthSection())
-    known = "http://[::1]" if "[" in url else "http://a"
     first = pool.add("file", ReplicaEntry(url=known))
     assert pool.add("registered", ReplicaEntry(url=url)) is first
     assert pool.find(url) is first
@@ -240,6 +260,12 @@ async def test_slices_and_endpoints_that_are_none_hide_no_others(cluster):
     discovery, _ = cluster
     found = await discovery(service="penstock-odd").find()
     assert [item.url for item in found] == ["http://{}:8000", "http://10.0.0.1:8000", "http://[fd00::3]:8000"]
+
+
+async def test_a_pod_with_addresses_of_both_families_is_one_replica(cluster):
+    discovery, _ = cluster
+    found = await discovery(service="penstock-dual").find()
+    assert [item.url for item in found] == ["http://10.0.0.1:8000", "http://[fd00::2]:8000"]
 
 
 async def test_a_port_may_be_a_number(cluster):
@@ -283,3 +309,12 @@ def test_a_replica_is_needed_while_fewer_than_half_of_its_model_are_up(pool, num
     for replica in replicas[num_up:]:
         replica.breaker.on_failure("gone", is_fatal=True)
     assert pool.is_needed(replicas[-1]) is is_needed
+
+
+def test_one_that_leaves_is_watched_until_its_last_request_ends(pool):
+    replica, idle = pool.add("one", entry(1)), pool.add("one", entry(2))
+    replica.num_in_flight = 1
+    pool.replace("one", [])
+    assert pool.leaving == [replica] and idle.is_leaving and not list(pool)
+    replica.num_in_flight = 0
+    assert pool.leaving == []

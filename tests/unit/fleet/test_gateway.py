@@ -856,6 +856,23 @@ async def test_who_waits_for_a_replica_that_says_nothing_at_all_is_answered_by_a
         assert breaker.num_ejections == 1 and "nothing at all was heard of it for 0.3 s" in breaker.reason
 
 
+async def test_who_waits_for_one_that_left_and_stands_still_is_answered_by_another():
+    async with (
+        HangingReplica(answer=never_answer).running() as stopped,
+        FakeReplica().running() as good,
+        running_gateway(good, config=PATIENT) as running,
+    ):
+        pool = running.gateway.pool
+        replica = pool.add("registration", ReplicaEntry(url=stopped.url))
+        await until(lambda: replica.is_usable)
+        pool.find(good.url).num_in_flight = 9  # so that the other gets it
+        asked = asyncio.create_task(running.ask())
+        await until(lambda: stopped.received)
+        pool.remove("registration", stopped.url)  # its lease ran out
+        assert (await asyncio.wait_for(asked, 5.0)).status == 200
+        assert len(good.received) == 1
+
+
 async def test_a_replica_whose_answers_flow_is_not_ejected_for_a_late_probe():
     async def flow(replica, request, body):
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})

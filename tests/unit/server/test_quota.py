@@ -389,6 +389,60 @@ async def test_a_gateways_stream_that_failed_is_gone_on_with_on_its_lease_and_co
     assert tokens_left_today(store, "alice", 1000) == 1000 - told["total_tokens"]
 
 
+@contextlib.asynccontextmanager
+async def given_up(store, body, *, is_vouched=True, is_still=True) -> AsyncIterator[tuple[Service, str]]:
+    """A server whose engine gave three tokens of a request, and whose caller has left; yields it and the lease."""
+    never = asyncio.Event()
+    async with serving(store, alice={"requests_per_minute": 1, "tokens_per_day": 1000}) as service:
+        script, headers = service.engine.script, from_gateway(service)
+        service.engine.script = lambda request: [service.engine.event(request, [5, 6, 7]), never]
+        if not is_vouched:
+            del headers[VOUCHER_HEADER]
+        lease = ""
+        async with listening(service.context) as url, httpx.AsyncClient(base_url=url, headers=headers) as client:
+            if body["stream"]:
+                async with client.stream("POST", "/v1/completions", json=body) as response:
+                    await anext(response.aiter_bytes())
+                    lease = response.headers[FRAMES_HEADER]
+                    service.engine.pulse_age_seconds = 9.0 if is_still else 0.1
+            else:
+                call = asyncio.create_task(client.post("/v1/completions", json=body))
+                await until(lambda: len(service.engine.submitted) == 1)
+                service.engine.pulse_age_seconds = 9.0 if is_still else 0.1
+                call.cancel()
+                await asyncio.gather(call, return_exceptions=True)
+            await until(lambda: len(service.context.answers) == 0)
+        service.engine.pulse_age_seconds, service.engine.script = 0.0, script
+        yield service, lease
+
+
+async def test_what_a_gateway_took_from_an_engine_that_stood_still_is_gone_on_with_and_counted_once(store):
+    async with given_up(store, FRAMED) as (service, lease):
+        begun = {"id": "cmpl-1", "created": 5, "token_ids": [[5, 6, 7]]}
+        body = {**FRAMED, "continue_from": begun, "stream_options": {"include_usage": True}}
+        heir = await service.client.post("/v1/completions", json=body, headers=from_gateway(service, lease))
+        assert heir.status_code == 200
+    told = events_in(FrameReader().feed(heir.content))[-2]["usage"]
+    assert counts(usage(store)["alice"]) == (1, 10, told["completion_tokens"], 0, 0)
+    assert tokens_left_today(store, "alice", 1000) == 1000 - told["total_tokens"]
+
+
+async def test_what_had_sent_nothing_before_its_engine_stood_still_is_asked_elsewhere_and_counted_once(store):
+    body = {**FRAMED, "stream": False}
+    async with given_up(store, body) as (service, _):
+        again = await service.client.post("/v1/completions", json=body, headers=from_gateway(service))
+        assert again.status_code == 200  # the one that its minute has
+    told = again.json()["usage"]
+    assert counts(usage(store)["alice"]) == (1, 10, told["completion_tokens"], 0, 0)
+
+
+@pytest.mark.parametrize(("is_vouched", "is_still"), [(True, False), (False, True)])
+async def test_a_caller_who_leaves_pays_for_what_he_got(store, is_vouched, is_still):
+    async with given_up(store, FRAMED, is_vouched=is_vouched, is_still=is_still):
+        await until(lambda: "alice" in usage(store))
+    assert counts(usage(store)["alice"]) == (1, 10, 3, 0, 0)
+
+
 async def test_a_caller_without_a_gateway_learns_no_lease_and_moves_none(store):
     limits = {"concurrent_requests": 2, "requests_per_minute": 2, "tokens_per_day": 1000}
     own = {"authorization": "Bearer alice", FRAMES_HEADER: "7"}
