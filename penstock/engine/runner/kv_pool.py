@@ -33,19 +33,14 @@ class KvPool:
     ) -> None:
         inner = (block_tokens, spec.num_kv_heads, spec.head_dim)
         self.layers = [_zeros((2, num_blocks, *inner), dtype, device) for _ in range(spec.num_layers)]
-        self._host: Tensor | None = None
-        if num_host_slots:
-            shape, pinned = (spec.num_layers, 2, *inner), device.type == "cuda"
-            self._host = torch.empty(num_host_slots, *shape, dtype=dtype, pin_memory=pinned)
-            num_staged = max(1, min(_MOST_STAGED_BLOCKS, _MOST_STAGED_BYTES // self.block_bytes))
-            # Blocks on their way, laid out as in the host's memory.
-            self._staged = torch.empty(num_staged, *shape, dtype=dtype, device=device)
+        shape, is_pinned = (spec.num_layers, 2, *inner), device.type == "cuda" and num_host_slots > 0
+        self._host = torch.empty(num_host_slots, *shape, dtype=dtype, pin_memory=is_pinned)
+        # Blocks on their way, laid out as in the host's memory.
+        num_staged = min(num_host_slots, _MOST_STAGED_BLOCKS, max(1, _MOST_STAGED_BYTES // self.block_bytes))
+        self._staged = torch.empty(num_staged, *shape, dtype=dtype, device=device)
 
     def copy(self, copies: Sequence[TierCopy]) -> None:
         """Move blocks between device and host, in order."""
-        if not copies:
-            return
-        assert self._host is not None
         for run in _runs(copies, len(self._staged)):
             blocks = to_device(np.array([item.block for item in run], np.int64), self._staged.device)
             staged = self._staged[: len(run)]

@@ -186,7 +186,9 @@ class ModelRunner(Runner):
         return self._sample(outcome.logits, rows, positions + 1)
 
     def _scores_prompts(self, plan: StepPlan) -> bool:
-        return any(self._num_scored(piece) > 0 for piece in plan.slices)
+        params = self._parameters.params
+        asking = [piece for piece in plan.slices if params[piece.row].prompt_logprobs is not None]
+        return any(self._num_scored(piece) > 0 for piece in asking)
 
     def _sample(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Sampled:
         """Draw the tokens at these positions and write them to their rows."""
