@@ -26,7 +26,7 @@ from penstock.models.spec import ModelSpec
 from penstock.models.store import ModelFiles, cache_folder
 
 # How long a server that starts spends on graphs of steps with prompts; the rest are captured in idle moments.
-_CAPTURE_SECONDS = 1.5
+_CAPTURE_SECONDS = 0.5
 # How long the first server on a device tries how products run fastest before it serves; the rest is for idle moments.
 _TUNE_SECONDS = 2.0
 
@@ -59,7 +59,7 @@ class TorchDevice(Device):
         )
         timeline.mark("weights")
         runner = make_runner(config, spec, model, cache_folder(self.options.cache_dir))
-        timeline.mark("KV cache")
+        timeline.mark("KV cache and graphs" if config.device_kind == "cuda" else "KV cache")
         return runner
 
     def refuse_damage(self, spec: ModelSpec, files: ModelFiles) -> None:

@@ -34,8 +34,8 @@ class PickTile:
     num_stages: int
 
 
-GATED_TILE = PickTile(columns=4, depth=256, num_warps=1, num_stages=6)
-DOWN_TILE = PickTile(columns=8, depth=128, num_warps=8, num_stages=4)
+GATED_TILE = PickTile(columns=2, depth=512, num_warps=1, num_stages=5)
+DOWN_TILE = PickTile(columns=8, depth=128, num_warps=8, num_stages=3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ class RowBand:
     depth: int
     num_warps: int
     num_stages: int
+    warm_lines: int = 0
 
 
 @triton.jit
@@ -60,12 +61,15 @@ def _one_row_kernel(
     STAGES: tl.constexpr,
     NORM: tl.constexpr,
     ADD: tl.constexpr,
+    WARM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Multiply-adds in float32 instead of tensor cores, which would work for 15 rows that are not there."""
     column = tl.program_id(0).to(tl.int64) * BAND + tl.arange(0, BAND)
     inner = tl.arange(0, TILE)
     weight_at = weight_ptr + column[:, None] * DEPTH + inner[None, :]
+    if OVERLAP and WARM:
+        warm_cache(weight_ptr + column[:, None] * DEPTH + tl.arange(0, WARM)[None, :] * 64)
     wait_for_inputs(OVERLAP)
     total = tl.zeros([BAND, TILE], tl.float32)
     squares = tl.zeros([TILE], tl.float32)
@@ -165,8 +169,11 @@ def choose_row_band(width: int, depth: int) -> RowBand | None:
     if width < _ROW_MIN_WIDTH or width * depth > _ROW_MAX_NUMBERS or width % 8 or depth % 512:
         return None
     if width // 8 >= 512:
-        return RowBand(rows=8, depth=512, num_warps=2, num_stages=4)
-    return RowBand(rows=4, depth=512, num_warps=1, num_stages=6)
+        return RowBand(rows=8, depth=512, num_warps=4, num_stages=4)
+    if depth % 1024:
+        return RowBand(rows=4, depth=512, num_warps=1, num_stages=6)
+    # Narrow ones follow attention, which leaves the memory idle: the first of their weights come meanwhile.
+    return RowBand(rows=4, depth=1024, num_warps=2, num_stages=6, warm_lines=16)
 
 
 class FewRowsProduct:
@@ -222,6 +229,7 @@ class FewRowsProduct:
             STAGES=band.num_stages,
             NORM=norm is not None,
             ADD=add,
+            WARM=band.warm_lines,
             num_warps=band.num_warps,
             **overlap_options(x),
         )

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.attention.interface import LayerAttention
-from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs
+from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs, warm_cache
 from penstock.kernels.triton.sizes import power_of_2
 
 # The narrowest tensor-core tile: query heads that share a key head are padded to this many rows.
@@ -26,6 +26,10 @@ _MAX_SPLITS = 64
 # Programs per multiprocessor that keep the memory busy: below this, contexts are split; above, only very long ones.
 _PROGRAMS_PER_MULTIPROCESSOR = 3
 _LONG_SPLIT_TOKENS = 4096
+# Contexts are cut into so many parts where few programs run, and how long each waits for memory is what counts: then
+# they ask for their first keys and values ahead of the query.
+_WARMED_SPLITS = 10
+_LINE_BYTES = 128
 # Stands for "no window": longer than any context, and no overflow when subtracted.
 NO_WINDOW = 1 << 30
 
@@ -267,21 +271,32 @@ def _decode_kernel(
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
+    WARM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_inputs(OVERLAP)
     key_head = tl.program_id(0)
     piece = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
+    pool_ptr += key_head * HEAD_DIM
+    tables_ptr += piece * table_stride
+    # Lengths, tables and all that was cached but the last token are older than the launch before this one.
     context = tl.load(lens_ptr + piece)
-    if context == 0:
-        return
     first = tl.maximum(context - window, 0)
     span = context - first
     parts = tl.maximum(tl.minimum(tl.cdiv(span, min_split_tokens), splits), 1)
     part_tokens = tl.maximum(tl.cdiv(tl.cdiv(span, parts), TILE), 1) * TILE
     parts = tl.maximum(tl.cdiv(span, part_tokens), 1)
-    if split >= parts:
+    begin = first + split * part_tokens
+    end = tl.minimum(begin + part_tokens, context)
+    if OVERLAP and WARM:
+        token = begin + tl.arange(0, TILE)
+        block = tl.load(tables_ptr + token // BLOCK_TOKENS, mask=token < end, other=0).to(tl.int64)
+        line = tl.arange(0, WARM)[None, :] * (HEAD_DIM // WARM)
+        at = (block * BLOCK_TOKENS + token % BLOCK_TOKENS)[:, None] * (KEY_HEADS * HEAD_DIM) + line
+        warm_cache(pool_ptr + at)
+        warm_cache(pool_ptr + value_offset + at)
+    wait_for_inputs(OVERLAP)
+    if (context == 0) | (split >= parts):
         return
 
     row = tl.arange(0, ROWS)
@@ -289,13 +304,12 @@ def _decode_kernel(
     filled = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     in_head = row[:, None] * HEAD_DIM + dim[None, :]
     q = tl.load(q_ptr + piece * q_stride + key_head * GROUP * HEAD_DIM + in_head, mask=filled, other=0.0)
-    begin = first + split * part_tokens
     output, total, highest = _attend_part(
         q,
-        pool_ptr + key_head * HEAD_DIM,
-        tables_ptr + piece * table_stride,
+        pool_ptr,
+        tables_ptr,
         begin,
-        tl.minimum(begin + part_tokens, context),
+        end,
         value_offset,
         scale,
         cap,
@@ -379,6 +393,7 @@ def paged_decode(
         TILE=tile.tokens,
         PARTS=max(4096 // (heads * dims), 1),
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
+        WARM=power_of_2(max(head_dim * pool.itemsize // _LINE_BYTES, 1)) if splits.count >= _WARMED_SPLITS else 0,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **(overlap_options(q) if overlap else {"OVERLAP": False}),

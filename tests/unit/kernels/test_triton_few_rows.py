@@ -49,11 +49,12 @@ def test_one_row_may_be_normed_on_its_way_in(dtype: torch.dtype) -> None:
     assert relative_error(product.multiply_normed(x, norm, 0.5), normed @ weight.double().T) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(("width", "depth"), [(5120, 2048), (2048, 4096), (6144, 1024), (1024, 3072)])
+@pytest.mark.parametrize(("width", "depth"), [(5120, 2048), (2048, 4096), (6144, 1024), (1024, 3072), (2048, 1536)])
 def test_a_chosen_band_of_one_row_covers_the_weight(width: int, depth: int) -> None:
     band = choose_row_band(width, depth)
     assert band is not None
     assert width % band.rows == 0 and depth % band.depth == 0
+    assert band.warm_lines * 64 <= depth
 
 
 @pytest.mark.parametrize(
