@@ -98,8 +98,21 @@ class ServerProcess:
         return self.child("penstock.engine.process")
 
     @property
-    def worker_pid(self) -> int:
-        return self.child("penstock.server.worker")
+    def worker_pids(self) -> list[int]:
+        """Of the API workers: one, or several where there are many cores."""
+        return self.children("penstock.server.worker")
+
+    def kill_workers(self) -> list[int]:
+        """Kill every API worker at once; return which they were."""
+        killed = self.worker_pids
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        return killed
+
+    def has_replaced(self, killed: list[int]) -> bool:
+        """Whether as many other API workers are there as were killed, and one of them serves."""
+        workers = set(self.worker_pids)
+        return len(workers) == len(killed) and workers.isdisjoint(killed) and self.get("/ready")[0] == 200
 
     def get(self, path: str) -> tuple[int, str]:
         try:

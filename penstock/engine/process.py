@@ -168,8 +168,9 @@ class EngineProcess:
                 self._send(self._engine.abort(client, request_ids, reason))
             case Hello():
                 self._clients.add(client)
+                # The figures first: whoever knows the engine has them too, though the next step be long.
+                self._socket.send_multipart([client, encode(self._stats())])
                 self._socket.send_multipart([client, encode(self._info())])
-                self._stats_due = 0.0
             case Goodbye(identity):
                 self._clients.discard(identity)
                 self._blocks.leave(identity)

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock import machine
 from penstock.config import Options, Setting, Sourced
 from penstock.errors import ConfigError
 from penstock.home_folder import expand_home
@@ -147,9 +148,10 @@ def _shown(milliseconds: float | None) -> str:
 def _workers(sourced: Sourced) -> tuple[int, str]:
     if sourced.options.workers is not None:
         return sourced.options.workers, sourced.why("workers")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = max(1, min(cores // _CORES_PER_WORKER, _MAX_AUTO_WORKERS))
-    return workers, f"auto: one for each {_CORES_PER_WORKER} of {cores} cores, at least 1, at most {_MAX_AUTO_WORKERS}"
+    cores = machine.usable_cores()
+    workers = max(1, min(int(cores / _CORES_PER_WORKER), _MAX_AUTO_WORKERS))
+    why = f"auto: one for each {_CORES_PER_WORKER} of {cores:g} cores, at least 1, at most {_MAX_AUTO_WORKERS}"
+    return workers, why
 
 
 def _log_format(sourced: Sourced) -> tuple[LogFormat, str]:

@@ -32,6 +32,7 @@ from penstock.server.chat_template import ChatTemplate
 from penstock.server.connection import connection_class
 from penstock.server.context import ServerContext, build_context
 from penstock.server.prefix_file import DeclaredPrefix
+from penstock.server.readiness import MAX_STILL_SECONDS
 from penstock.server.shared_prefixes import SharedPrefixes, tokenize_prefixes
 from penstock.server.standstill import LOOK_SECONDS
 from penstock.server.worker_setup import WorkerSetup
@@ -42,6 +43,9 @@ from penstock.telemetry import configure_logging, log_event
 _PARENT_SECONDS = 0.5
 # For files, keys and the like: few, so that they wait for each other and not all for them.
 _THREADS = 2
+# How long a new worker waits for a step's end: /live is not answered meanwhile where it is the only one.
+_MEETING_SECONDS = 10.0
+_LOOK_SECONDS = 0.25
 # Behind the drain: time for the error events of requests that ran out of it to leave.
 _LAST_WORDS_SECONDS = 2
 
@@ -166,6 +170,7 @@ async def serve(setup: WorkerSetup) -> None:
         if context.tenancy.database is not None:
             batches = BatchRunner(context, context.tenancy.database)
             batches.start()
+        await _meet(engine)
         await Worker(setup, context).run()
     finally:
         if batches is not None:
@@ -176,6 +181,18 @@ async def serve(setup: WorkerSetup) -> None:
         if template is not None:
             await template.close()
         await engine.close()
+
+
+async def _meet(engine: EngineClient) -> None:
+    """Wait for the word of an engine that is there, but may be in a step: until then this worker could only refuse.
+
+    Its callers wait for it, or are another worker's. Where there is no engine, or it stands still, return at once:
+    somebody must tell them.
+    """
+    deadline = time.monotonic() + _MEETING_SECONDS
+    while not engine.connected and engine.pulse_age_seconds < MAX_STILL_SECONDS and time.monotonic() < deadline:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(engine.wait_ready(), _LOOK_SECONDS)
 
 
 async def _share_prefixes(

@@ -100,11 +100,13 @@ def test_an_echoed_prompt_is_scored_with_the_likeliest_in_each_place(client):
         assert best[token] == own <= 0
         assert len(best) in (5, 6) and max(best.values()) >= own
     assert max(scores.top_logprobs[-1], key=scores.top_logprobs[-1].get) == " Paris"
-    # Once more, when all of it is cached, and beside answers.
+    # Once more, beside answers: twice as many rows, in which torch may add up in another order. Activations are rounded
+    # to 8 bits, so that a last bit becomes a level somewhere and then other levels in every layer: up to 0.43 nats were
+    # seen for it (docs/log.md). Scores of other places differ by more; exact ones are test_exact_tokens.py's.
     for choice in client.completions.create(**fields, max_tokens=4, n=2).choices:
         num_tokens = len(scores.tokens)
         assert choice.logprobs.tokens[:num_tokens] == scores.tokens
-        assert choice.logprobs.token_logprobs[1:num_tokens] == pytest.approx(scores.token_logprobs[1:], abs=0.05)
+        assert choice.logprobs.token_logprobs[1:num_tokens] == pytest.approx(scores.token_logprobs[1:], abs=0.5)
         assert len(choice.logprobs.top_logprobs) == num_tokens + 4
 
 

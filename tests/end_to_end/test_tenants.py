@@ -96,12 +96,12 @@ def test_a_killed_workers_place_is_free_again_when_its_lease_runs_out(tmp_path):
             url = f"{server.url}/v1/completions"
             with httpx.stream("POST", url, json={**body, **changes}, headers=headers, timeout=60) as response:
                 if "max_tokens" not in changes:
-                    os.kill(server.worker_pid, signal.SIGKILL)
+                    killed.extend(server.kill_workers())
                 return response.status_code
 
-        before = server.worker_pid
+        killed: list[int] = []
         assert status() == 200
-        until(lambda: server.worker_pid != before and server.get("/ready")[0] == 200, 60, "a new worker")
+        until(lambda: server.has_replaced(killed), 60, "a new worker")
         assert status(max_tokens=1) == 429
         until(lambda: status(max_tokens=1) == 200, LEASE_SECONDS + 30, "the lease's end")
 
@@ -160,7 +160,7 @@ def test_nothing_that_was_answered_is_lost_when_every_process_is_killed(tenants)
     with ThreadPoolExecutor(4) as pool:
         statuses = list(pool.map(lambda _: tenants.complete("bob").status_code, range(12)))
     server = tenants.server
-    for pid in [*server.children("penstock.server.worker"), server.engine_pid, server.process.pid]:
+    for pid in [*server.worker_pids, server.engine_pid, server.process.pid]:
         os.kill(pid, signal.SIGKILL)
     assert statuses == [200] * 12
     assert tenants.requests_in_ledger()["bob"] == before + 12

@@ -123,11 +123,12 @@ async def steady(server: ServerProcess, seconds: float, *, num_callers: int = 8)
     )
 
 
-def is_back(server: ServerProcess, dead: int) -> bool:
-    """Whether a new process has taken a killed one's place and serves."""
+def is_back(server: ServerProcess, dead: int, num_workers: int) -> bool:
+    """Whether a new process has taken a killed one's place, and the server serves."""
     if server.process.poll() is not None:
         raise RuntimeError("the server gave up:\n" + "\n".join(server.lines[-20:]))
-    return dead not in (server.engine_pid, server.worker_pid) and server.get("/ready")[0] == 200
+    workers = server.worker_pids
+    return len(workers) == num_workers and dead not in (server.engine_pid, *workers) and server.get("/ready")[0] == 200
 
 
 def slope(places: list[int], values: list[float]) -> float:
@@ -161,11 +162,14 @@ async def killing(server: ServerProcess, num_kills: int, *, num_callers: int = 8
                 await asyncio.sleep(0.05)
 
     callers = [asyncio.create_task(caller(number)) for number in range(num_callers)]
+    num_workers = len(server.worker_pids)
     for _ in range(num_kills):
         await asyncio.sleep(dice.uniform(0.3, 1.0))
-        victim = server.engine_pid if dice.random() < 0.5 else server.worker_pid
+        victim = server.engine_pid if dice.random() < 0.5 else server.worker_pids[0]
         os.kill(victim, signal.SIGKILL)
-        await asyncio.to_thread(until, lambda dead=victim: is_back(server, dead), 60, "readiness after a kill")
+        await asyncio.to_thread(
+            until, lambda dead=victim: is_back(server, dead, num_workers), 60, "readiness after a kill"
+        )
     await asyncio.sleep(0.5)
     stopping.set()
     await asyncio.gather(*callers)

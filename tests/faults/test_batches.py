@@ -90,7 +90,7 @@ def test_a_killed_engine_and_a_killed_worker_cost_no_line_and_double_none(server
         servers.wait_for(server, batch_id, 10)
         os.kill(server.engine_pid, signal.SIGKILL)
         servers.wait_for(server, batch_id, 40)
-        os.kill(server.worker_pid, signal.SIGKILL)
+        server.kill_workers()
         batch = servers.wait_end(server, batch_id)
         servers.check(server, batch, count)
 
@@ -104,7 +104,7 @@ def test_another_server_goes_on_where_one_was_killed_with_all_its_processes(serv
         second.wait_ready()
         batch_id = servers.create(first, count)
         servers.wait_for(second, batch_id, 20)
-        for pid in [*first.children("penstock.server.worker"), first.engine_pid, first.process.pid]:
+        for pid in [*first.worker_pids, first.engine_pid, first.process.pid]:
             os.kill(pid, signal.SIGKILL)
         num_before = servers.look(second, batch_id)["request_counts"]["completed"]
         seconds = until(

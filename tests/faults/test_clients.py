@@ -44,9 +44,9 @@ async def leave_at_random(server, count, at_once, seed, moments=MOMENTS):
 
 
 def processor_seconds(server):
-    """What the worker and the engine have used so far."""
+    """What the workers and the engine have used so far."""
     ticks = 0
-    for pid in (server.worker_pid, server.engine_pid):
+    for pid in (*server.worker_pids, server.engine_pid):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -52,20 +53,39 @@ async def test_a_killed_engine_ends_every_stream_with_a_typed_error_and_comes_ba
 
 async def test_a_killed_worker_leaves_no_request_running_and_is_replaced(server):
     calls = await opened(server, 2)
-    before = server.worker_pid
-    os.kill(before, signal.SIGKILL)
+    killed = server.kill_workers()  # all, so that those of the streams are among them
     outcomes = await asyncio.gather(*calls)
     assert tally(outcomes) == {"connection_error": 2}
-    until(lambda: server.worker_pid != before and server.get("/ready")[0] == 200, 60, "a new worker")
+    until(lambda: server.has_replaced(killed), 60, "a new worker")
     until(lambda: is_idle(server), 10, "an idle engine")
     assert ask(server).status_code == 200
 
 
-def test_a_worker_that_is_killed_whenever_it_serves_is_replaced_every_time(server):
-    for _ in range(6):
-        before = server.worker_pid
-        os.kill(before, signal.SIGKILL)
-        until(lambda dead=before: server.worker_pid != dead and server.get("/ready")[0] == 200, 60, "a new worker")
+def test_a_worker_that_is_killed_whenever_it_serves_is_replaced_every_time(model):
+    # One worker alone: it is the one that serves.
+    with ServerProcess(str(model), *DUMMY, "--device", "simulated", "--workers", "1") as server:
+        server.wait_ready()
+        for _ in range(6):
+            killed = server.kill_workers()
+            until(lambda dead=killed: server.has_replaced(dead), 60, "a new worker")
+
+
+def test_while_one_of_two_workers_is_replaced_whoever_asks_is_answered(model):
+    with ServerProcess(str(model), *DUMMY, "--device", "simulated", "--workers", "2") as server:
+        server.wait_ready()
+        answers = []
+
+        def has_answered(*workers) -> bool:
+            with ThreadPoolExecutor(4) as pool:  # at once, so that none of the workers is left out for long
+                answers.extend(pool.map(lambda _: ask(server).status_code, range(4)))
+            answers.append(server.get("/ready")[0])
+            return all(f'"process": "worker-{worker}"' in server.output for worker in workers)
+
+        until(lambda: has_answered("0-0", "1-0"), 30, "an answer of each worker")
+        answers.clear()
+        os.kill(server.worker_pids[0], signal.SIGKILL)
+        until(lambda: has_answered("0-1") or has_answered("1-1"), 60, "an answer of the new worker")
+        assert set(answers) == {200}
 
 
 async def test_an_engine_that_stands_still_is_not_ready_and_recovers(server, patience):
@@ -73,8 +93,8 @@ async def test_an_engine_that_stands_still_is_not_ready_and_recovers(server, pat
     engine = server.engine_pid
     os.kill(engine, signal.SIGSTOP)
     try:
-        seconds = until(lambda: server.get("/ready")[0] == 503, 30, "not being ready")
-        assert "stood still" in server.get("/ready")[1]
+        seconds = until(lambda: "stood still" in server.get("/ready")[1], 30, "not being ready")
+        assert server.get("/ready")[0] == 503
         assert server.get("/live")[0] == 200
     finally:
         os.kill(engine, signal.SIGCONT)
@@ -88,7 +108,7 @@ async def test_a_server_whose_whole_group_is_told_to_end_drains_and_leaves_nothi
     before = shared_memory()
     with ServerProcess(str(model), *DUMMY, folder=tmp_path) as server:
         server.wait_ready()
-        family = [server.engine_pid, server.worker_pid]
+        family = [server.engine_pid, *server.worker_pids]
         calls = await opened(server, 1, max_tokens=400)
         os.killpg(server.process.pid, signal.SIGTERM)  # as a terminal or a service manager does
         assert await asyncio.to_thread(server.process.wait, 60) == 0
@@ -102,7 +122,7 @@ async def test_a_second_signal_ends_at_once_and_leaves_no_process(model, patienc
     with ServerProcess(str(model), *DUMMY) as server:
         server.wait_ready()
         calls = await opened(server, 1)
-        family = [server.engine_pid, server.worker_pid]
+        family = [server.engine_pid, *server.worker_pids]
         os.killpg(server.process.pid, signal.SIGTERM)
         await asyncio.sleep(0.3)
         assert server.process.poll() is None, "open requests may go on after the first signal"
@@ -118,7 +138,7 @@ async def test_a_second_signal_ends_at_once_and_leaves_no_process(model, patienc
 def test_processes_do_not_outlive_a_killed_supervisor(model):
     with ServerProcess(str(model), *DUMMY) as server:
         server.wait_ready()
-        family = [server.engine_pid, server.worker_pid]
+        family = [server.engine_pid, *server.worker_pids]
         server.process.kill()
         until(lambda: not any(_alive(pid) for pid in family), 10, "the end of every process")
 

@@ -204,6 +204,11 @@ async def test_a_crowd_that_is_refused_does_not_keep_those_that_run_from_their_s
     assert sum(turns) == 200 and max(turns) <= 16
 
 
+async def test_whoever_knows_the_engine_knows_its_figures(client):
+    assert client.stats_age_seconds < 60
+    assert client.stats.num_blocks == 32
+
+
 async def test_stats_come_by_themselves(client):
     await settled(lambda: client.stats_age_seconds < 1)
     await collect(ask(client))

@@ -2,10 +2,12 @@
 
 import hashlib
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from penstock import machine
 from penstock.config import gather
 from penstock.errors import ConfigError
 from penstock.server.config import admin_address, resolve
@@ -17,6 +19,13 @@ from penstock.tenants import KeyTerms
 
 def resolved(**given):
     return resolve(gather(given, environ={}))
+
+
+def resolved_on(monkeypatch, root, cores):
+    """On a machine of so many cores, whose system's files are under `root`."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    monkeypatch.setattr(machine, "usable_cores", partial(machine.usable_cores, root))
+    return resolved()
 
 
 @pytest.fixture
@@ -42,9 +51,18 @@ def test_any_other_host_needs_keys(host, keys):
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (7, 1), (16, 2), (32, 4), (256, 8)])
-def test_larger_machines_get_more_workers(monkeypatch, cores, workers):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-    config, settings = resolved()
+def test_larger_machines_get_more_workers(monkeypatch, tmp_path, cores, workers):
+    config, settings = resolved_on(monkeypatch, tmp_path, cores)
+    assert config.workers == workers
+    assert f"of {cores} cores" in next(setting.why for setting in settings if setting.option == "workers")
+
+
+@pytest.mark.parametrize(("quota", "cores", "workers"), [(50_000, "0.5", 1), (200_000, "2", 1), (1_650_000, "16.5", 2)])
+def test_a_containers_quota_counts_as_its_cores(monkeypatch, tmp_path, quota, cores, workers):
+    limit = tmp_path / "sys/fs/cgroup/cpu.max"
+    limit.parent.mkdir(parents=True)
+    limit.write_text(f"{quota} 100000\n")
+    config, settings = resolved_on(monkeypatch, tmp_path, 64)
     assert config.workers == workers
     assert f"of {cores} cores" in next(setting.why for setting in settings if setting.option == "workers")
 

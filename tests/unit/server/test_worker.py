@@ -7,13 +7,16 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx
 import pytest
 
 from penstock.child_setup import encode_setup
+from penstock.engine.client import EngineClient
 from penstock.models.store import ModelFiles
+from penstock.request import SamplingParams
 from penstock.server.worker_setup import WorkerSetup
 from penstock.stop_signals import OPERATORS_SIGNALS, OWNERS_SIGNAL
 from tests.fakes.tiny_tokenizer import write_tokenizer
@@ -46,6 +49,15 @@ def engine(tmp_path):
     yield engine
     engine.may_step.set()
     engine.stop()
+
+
+@pytest.fixture
+async def other(engine, tmp_path):
+    """Another worker's connection to the engine."""
+    client = await EngineClient.connect(str(tmp_path / "engine.sock"), b"worker-1")
+    await asyncio.wait_for(client.wait_ready(), 5)
+    yield client
+    await client.close()
 
 
 class RunningWorker:
@@ -152,6 +164,23 @@ async def test_a_worker_serves_what_the_engine_makes(engine, start):
     assert answer["usage"]["completion_tokens"] == 5
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
     assert (await worker.client.post("/tokenize", json=chat)).json()["count"] > 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to see a process's children")
+async def test_a_worker_that_starts_while_the_engine_is_in_a_long_step_refuses_nobody(engine, start, other):
+    engine.may_step.clear()
+    params = SamplingParams(max_tokens=1)
+    other.submit(prompt=[1, 2, 3], params=params, request_id="long", arrival=time.monotonic())
+    await until(lambda: engine.engine.scheduler.requests)
+    worker = await start()
+    ready = asyncio.create_task(worker.client.get("/ready"))
+    completion = asyncio.create_task(worker.client.post("/v1/completions", json={**LONG, "max_tokens": 5}))
+    await until(lambda: children_of(worker.process.pid))  # the template's, which is the last thing a start waits for
+    await asyncio.sleep(1.5)  # longer than a worker that listens would keep the request
+    assert not ready.done() and not completion.done()
+    engine.may_step.set()
+    assert (await ready).status_code == 200
+    assert (await completion).json()["usage"]["completion_tokens"] == 5
 
 
 async def test_without_an_engine_a_worker_is_live_but_not_ready(start):
