@@ -107,6 +107,39 @@ def soft_cap(scores, cap):
 
 
 @triton.jit
+def _part(context, window, splits, min_split_tokens, split, TILE: tl.constexpr):
+    """Where a part of the visible context begins and ends, and how many parts there are."""
+    first = tl.maximum(context - window, 0)
+    span = context - first
+    parts = tl.maximum(tl.minimum(tl.cdiv(span, min_split_tokens), splits), 1)
+    part_tokens = tl.maximum(tl.cdiv(tl.cdiv(span, parts), TILE), 1) * TILE
+    begin = first + split * part_tokens
+    return begin, tl.minimum(begin + part_tokens, context), tl.maximum(tl.cdiv(span, part_tokens), 1)
+
+
+@triton.jit
+def _warm_part(
+    pool_ptr,  # at this program's head
+    table_ptr,
+    begin,
+    end,
+    value_offset,
+    KEY_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    """Ask for the first tile of a part's keys and values, without waiting for it."""
+    token = begin + tl.arange(0, TILE)
+    block = tl.load(table_ptr + token // BLOCK_TOKENS, mask=token < end, other=0).to(tl.int64)
+    line = tl.arange(0, LINES)[None, :] * (HEAD_DIM // LINES)
+    at = pool_ptr + (block * BLOCK_TOKENS + token % BLOCK_TOKENS)[:, None] * KEY_STRIDE + line
+    warm_cache(at)
+    warm_cache(at + value_offset)
+
+
+@triton.jit
 def _attend_part(
     q,
     pool_ptr,  # of the first key head's first slot, at this program's head
@@ -281,20 +314,11 @@ def _decode_kernel(
     tables_ptr += piece * table_stride
     # Lengths, tables and all that was cached but the last token are older than the launch before this one.
     context = tl.load(lens_ptr + piece)
-    first = tl.maximum(context - window, 0)
-    span = context - first
-    parts = tl.maximum(tl.minimum(tl.cdiv(span, min_split_tokens), splits), 1)
-    part_tokens = tl.maximum(tl.cdiv(tl.cdiv(span, parts), TILE), 1) * TILE
-    parts = tl.maximum(tl.cdiv(span, part_tokens), 1)
-    begin = first + split * part_tokens
-    end = tl.minimum(begin + part_tokens, context)
+    begin, end, parts = _part(context, window, splits, min_split_tokens, split, TILE)
     if OVERLAP and WARM:
-        token = begin + tl.arange(0, TILE)
-        block = tl.load(tables_ptr + token // BLOCK_TOKENS, mask=token < end, other=0).to(tl.int64)
-        line = tl.arange(0, WARM)[None, :] * (HEAD_DIM // WARM)
-        at = (block * BLOCK_TOKENS + token % BLOCK_TOKENS)[:, None] * (KEY_HEADS * HEAD_DIM) + line
-        warm_cache(pool_ptr + at)
-        warm_cache(pool_ptr + value_offset + at)
+        _warm_part(
+            pool_ptr, tables_ptr, begin, end, value_offset, KEY_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_TOKENS, TILE, WARM
+        )
     wait_for_inputs(OVERLAP)
     if (context == 0) | (split >= parts):
         return
@@ -305,14 +329,7 @@ def _decode_kernel(
     in_head = row[:, None] * HEAD_DIM + dim[None, :]
     q = tl.load(q_ptr + piece * q_stride + key_head * GROUP * HEAD_DIM + in_head, mask=filled, other=0.0)
     output, total, highest = _attend_part(
-        q,
-        pool_ptr,
-        tables_ptr,
-        begin,
-        end,
-        value_offset,
-        scale,
-        cap,
+        q, pool_ptr, tables_ptr, begin, end, value_offset, scale, cap,
         KEY_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_TOKENS, SOFTCAP, ROWS, DIMS, TILE, PRECISION,
     )  # fmt: skip
     output = output / total[:, None]
