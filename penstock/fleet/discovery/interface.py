@@ -25,6 +25,10 @@ class Discovery(ABC):
     async def find(self) -> list[ReplicaEntry]:
         """Return the replicas that are told of now, possible or not. Raises RemoteError where nobody knows."""
 
+    def why_lost(self, url: str) -> str:
+        """Return why the last `find` had no replica of this URL, for people."""
+        return "it is told of no more"
+
     async def close(self) -> None:
         """Let go of whatever it asks with."""
         return
@@ -37,7 +41,7 @@ async def follow(discovery: Discovery, pool: ReplicaPool) -> None:
     try:
         while True:
             try:
-                pool.replace(discovery.name, sieve.possible(await discovery.find()))
+                pool.replace(discovery.name, sieve.possible(await discovery.find()), discovery.why_lost)
                 is_failing = False
             except RemoteError as error:
                 if not is_failing:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
 
 import aiohttp
@@ -54,7 +55,7 @@ def test_what_a_replica_is_stays_the_word_of_who_has_known_it_longest(pool):
         assert (replica.version, replica.entry.max_in_flight) == ("candidate", 2)
     pool.add("static", ReplicaEntry(url="http://replica-1:80", version="stable", max_in_flight=3))
     assert (replica.version, replica.entry.max_in_flight) == ("stable", 3)
-    pool.remove("static", "http://replica-1:80")
+    pool.remove("static", "http://replica-1:80", "gone")
     pool.add("registration", ReplicaEntry(url="http://replica-1:80", version="other"))
     assert pool.find("http://replica-1:80") is replica and replica.version == "other"
 
@@ -72,7 +73,7 @@ def test_one_that_leaves_gets_nothing_more(pool):
     replica.models = (ServedModel("tiny"),)
     replica.breaker.on_probe(True)
     assert replica.is_usable
-    pool.remove("one", entry(1).url)
+    pool.remove("one", entry(1).url, "gone")
     assert not replica.is_usable
 
 
@@ -123,11 +124,11 @@ class Listed(Discovery):
 
     def __init__(self, *urls):
         self.num_asked = 0
-        self._urls = urls
+        self.urls = urls
 
     async def find(self):
         self.num_asked += 1
-        return [ReplicaEntry(url=url) for url in self._urls]
+        return [ReplicaEntry(url=url) for url in self.urls]
 
 
 async def test_what_is_found_and_can_be_no_replica_is_said_once_and_passed_over(pool, caplog):
@@ -171,7 +172,16 @@ DUAL_SLICES = [
     }
     for family, pods in (("IPv6", {"a": "fd00::1", "b": "fd00::2"}), ("IPv4", {"a": "10.0.0.1"}))
 ]
-OTHER_SLICES = {"odd": ODD_SLICES, "dual": DUAL_SLICES}
+ENDING_SLICES = [
+    {
+        "ports": SLICE["ports"],
+        "endpoints": [
+            {"addresses": ["10.0.0.1"], "conditions": {"ready": False, "serving": True, "terminating": True}},
+            {"addresses": ["10.0.0.2"], "conditions": {"ready": False}},
+        ],
+    }
+]
+OTHER_SLICES = {"odd": ODD_SLICES, "dual": DUAL_SLICES, "ending": ENDING_SLICES}
 
 
 @pytest.fixture
@@ -266,6 +276,32 @@ async def test_a_pod_with_addresses_of_both_families_is_one_replica(cluster):
     discovery, _ = cluster
     found = await discovery(service="penstock-dual").find()
     assert [item.url for item in found] == ["http://10.0.0.1:8000", "http://[fd00::2]:8000"]
+
+
+async def test_why_an_endpoint_is_no_replica_any_more_is_known(cluster):
+    discovery, _ = cluster
+    source = discovery(service="penstock-ending")
+    assert await source.find() == []
+    assert source.why_lost("http://10.0.0.1:8000") == "its pod is being ended"
+    assert source.why_lost("http://10.0.0.2:8000") == "its pod is not ready"
+    assert "no endpoint at this address" in source.why_lost("http://10.0.0.3:8000")
+
+
+async def test_a_source_says_why_it_lost_what_it_had_found(pool, caplog):
+    caplog.set_level(logging.INFO)
+    source = Listed("http://replica-1:80")
+    following = asyncio.create_task(follow(source, pool))
+    await until(lambda: urls(pool) == ["http://replica-1:80"])
+    source.urls = ()
+    await until(lambda: not urls(pool))
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    said = [(record.getMessage(), record.penstock_fields) for record in caplog.records]
+    lost = {"replica": "replica-1:80", "source": "listed", "reason": "it is told of no more", "open_requests": 0}
+    assert said == [
+        ("a replica was found", {"replica": "replica-1:80", "source": "listed"}),
+        ("a replica was lost", lost),
+    ]
 
 
 async def test_a_port_may_be_a_number(cluster):
