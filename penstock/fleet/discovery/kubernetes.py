@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 
+from penstock.errors import RemoteError
 from penstock.fleet.cluster_api import ACCOUNT, ClusterApi
 from penstock.fleet.config import KubernetesSection, ReplicaEntry
 from penstock.fleet.discovery.interface import Discovery
@@ -29,18 +30,31 @@ class KubernetesDiscovery(Discovery):
         self.name = f"kubernetes:{self._namespace}/{section.service}:{section.port}"
         self.refresh_seconds = section.refresh_seconds
         self._unready: dict[str, str] = {}  # URLs of endpoints that are told of, and why they are no replicas
+        self._slices: list[Mapping[str, Any]] = []  # as they were last told
 
     async def find(self) -> list[ReplicaEntry]:
         path = f"/apis/discovery.k8s.io/v1/namespaces/{self._namespace}/endpointslices"
         selector = {"labelSelector": f"kubernetes.io/service-name={self._section.service}"}
         document = await self._api.get(path, selector)
+        if "items" not in document:
+            raise RemoteError(f"the Kubernetes API answers no list to GET {path}")
         slices = sorted(_objects(document.get("items")), key=_family)
         self._unready = {}
+        self._slices = slices
         families: dict[str, str] = {}  # of the addresses at which a pod is asked, by its identity
         return [entry for item in slices for entry in self._entries(item, families)]
 
     def why_lost(self, url: str) -> str:
         return self._unready.get(url, f"{self._section.service} has no endpoint at this address any more")
+
+    def why_none(self) -> str:
+        where = f"the service {self._section.service} of namespace {self._namespace}"
+        if not self._slices:
+            return f"{where} has no endpoint slices; is that its name?"
+        if all(self._port(item) is None for item in self._slices):
+            ports = {str(port.get("name")) for item in self._slices for port in _objects(item.get("ports"))}
+            return f"{where} has no port of the name {self._section.port!r}, but: {', '.join(sorted(ports)) or 'none'}"
+        return f"{where} has no endpoint that is ready ({len(self._unready)} that are not)"
 
     def _entries(self, endpoint_slice: Mapping[str, Any], families: dict[str, str]) -> list[ReplicaEntry]:
         port, family = self._port(endpoint_slice), _family(endpoint_slice)

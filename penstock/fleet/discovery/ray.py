@@ -56,6 +56,9 @@ class RayDiscovery(Discovery):
     def why_lost(self, url: str) -> str:
         return "it drains, or has not announced itself to its application in time"
 
+    def why_none(self) -> str:
+        return f"the application {self._section.application} runs none, or nothing of that name is deployed"
+
     async def close(self) -> None:
         listing, self._listing, self._answers = self._listing, None, False
         if listing is not None:

@@ -67,7 +67,7 @@ class _Length:
     times: _Times = field(default_factory=_Times)
 
     def rate(self, unknown: float) -> float:
-        """Return how fast they end if each takes as long as others did; `unknown` where none of this length has ended."""
+        """Return how fast they end if each takes as long as others did; `unknown`: where none of its length has."""
         return len(self.held) / max(unknown if self.times.typical is None else self.times.typical, _LEAST_SECONDS)
 
     def rate_now(self, others: _Times, unknown: float, now: float) -> float:

@@ -1,4 +1,4 @@
-"""What the gateway's log tells of replicas: who comes and goes, ejections, streams that moved, keys that are missing."""
+"""What the gateway's log tells of replicas: who comes and goes, ejections, moved streams, keys that are missing."""
 
 import logging
 import ssl
