@@ -62,6 +62,11 @@ class ClusterApi:
     ) -> Mapping[str, Any]:
         try:
             token = (self._account / "token").read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RemoteError(
+                f"the Kubernetes API cannot be asked: {self._account / 'token'} holds no token"
+            ) from error
+        try:
             async with self._session.request(
                 method,
                 f"{self._api}{path}",
@@ -77,7 +82,7 @@ class ClusterApi:
                     told = f"the Kubernetes API answers {response.status} to {method} {path}"
                     raise RemoteError(f"{told}: {why}" if (why := _message(body)) else told)
                 document = msgspec.json.decode(body)
-        # ValueError: a token that can stand in no header, or an answer that is not UTF-8.
+        # ValueError: a token that can stand in no header, or an answer that is no JSON.
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError) as error:
             raise RemoteError(f"the Kubernetes API cannot be asked ({type(error).__name__})") from error
         if not isinstance(document, Mapping):

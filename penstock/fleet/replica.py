@@ -53,6 +53,7 @@ class Replica:
         self.is_counted_here = not self.adapter.counts_usage
         self._models: tuple[ServedModel, ...] = ()
         self._model_names: frozenset[str] = frozenset()
+        self._adapter_names: frozenset[str] = frozenset()
         self.denies_models = False  # it did not know a model that it was thought to serve: ask it again
         self.load = Load()
         self.load_at: float | None = None  # when that was so
@@ -72,6 +73,7 @@ class Replica:
         self._models = models
         self.denies_models = False
         self._model_names = frozenset(model.name for model in models)
+        self._adapter_names = frozenset(model.name for model in models if model.is_adapter)
 
     @property
     def version(self) -> str:
@@ -109,6 +111,10 @@ class Replica:
 
     def serves(self, model: str) -> bool:
         return model in self._model_names
+
+    def has_adapter(self, name: str) -> bool:
+        """Whether it serves an adapter under this model's name."""
+        return name in self._adapter_names
 
     def note_load(self, load: Load | None) -> None:
         """Take what it says of its load; None: nothing that could be read."""

@@ -44,6 +44,7 @@ class ServedModel:
 
     name: str
     max_context_tokens: int | None = None
+    is_adapter: bool = False  # of another model, by whose name the server has it too
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,11 @@ class ReplicaAdapter:
 
     def _model(self, entry: Mapping[str, Any]) -> ServedModel:
         limits = (_inside(entry, field) for field in self.context_fields)
-        return ServedModel(str(entry["id"]), next((limit for limit in limits if _is_length(limit)), None))
+        # vLLM and SGLang list adapters as models that have another for a parent.
+        is_adapter = isinstance(entry.get("parent"), str) and entry["parent"] != entry["id"]
+        return ServedModel(
+            str(entry["id"]), next((limit for limit in limits if _is_length(limit)), None), is_adapter=is_adapter
+        )
 
 
 def _cache_size(labels: Mapping[str, str]) -> float | None:

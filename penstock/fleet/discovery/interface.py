@@ -58,7 +58,7 @@ async def follow(discovery: Discovery, pool: ReplicaPool) -> None:
             if trouble is not None and trouble != before:
                 events.write(trouble, level=level, source=discovery.name)
             elif trouble is None and before is not None:
-                events.write("replicas are found again", source=discovery.name, replicas=len(found))
+                events.write("replicas are found", source=discovery.name, replicas=len(found))
             await asyncio.sleep(discovery.refresh_seconds)
     finally:
         await discovery.close()

@@ -335,7 +335,7 @@ async def test_what_is_wrong_with_a_source_is_said_once_and_so_is_its_end(pool, 
     assert said == [
         "replicas stay as they were: it is away",
         "replicas stay as they were: it refuses",
-        "replicas are found again",
+        "replicas are found",
     ]
 
 
