@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from penstock.fleet.adapters.interface import Load, ReplicaAdapter, ServedModel
 from penstock.fleet.adapters.registry import ADAPTERS
@@ -215,17 +216,16 @@ class ReplicaPool:
         return True
 
     def _tell_found(self, replica: Replica, source: str, sources: Sequence[str]) -> None:
-        values: dict[str, object] = {"replica": replica.name, "source": source}
-        if others := [item for item in sources if item != source]:
-            values["also_known_to"] = ", ".join(others)
-        self._moves.write("a replica was found", **values)
+        others = [item for item in sources if item != source]
+        also = {"also_known_to": ", ".join(others)} if others else {}
+        self._moves.write("a replica was found", level=logging.INFO, replica=replica.name, source=source, **also)
 
     def _tell_lost(self, replica: Replica, source: str, reason: str, others: Sequence[str]) -> None:
-        values: dict[str, object] = {"replica": replica.name, "source": source, "reason": reason}
+        message = "a replica was lost"
+        rest: dict[str, Any] = {"open_requests": replica.num_in_flight}
         if others:
-            self._moves.write("a replica was lost by one source, others know it", **values, known_to=", ".join(others))
-        else:
-            self._moves.write("a replica was lost", **values, open_requests=replica.num_in_flight)
+            message, rest = f"{message} by one source, others know it", {"known_to": ", ".join(others)}
+        self._moves.write(message, level=logging.INFO, replica=replica.name, source=source, reason=reason, **rest)
 
     @property
     def leaving(self) -> list[Replica]:
