@@ -68,6 +68,7 @@ class ReplicaAdapter:
     context_fields: tuple[str, ...] = ()  # where an entry of /v1/models tells the longest context
     counts_usage: bool = False  # admits and books requests in the store itself, where it shares the gateway's
     keeps_files: bool = False  # has /v1/files and /v1/batches, on the store that all replicas share
+    runs_short_prompts_first: bool = False  # else prompts run in the order in which they came
     can_frame: bool = False  # streams that another replica can go on with (`protocol.frames`)
     metrics_path: str = "/metrics"
     models_path: str = "/v1/models"
