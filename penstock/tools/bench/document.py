@@ -56,8 +56,9 @@ class FleetFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def imbalance(self) -> float:
-        """The most work of a replica over the mean, in seconds of its device."""
-        return max(self.busy_seconds) * len(self.busy_seconds) / (sum(self.busy_seconds) or 1.0)
+        """The most work of a replica over the mean."""
+        work = self.work_seconds or self.busy_seconds  # older reports have the second only
+        return max(work) * len(work) / (sum(work) or 1.0)
 
     @property
     def utilization(self) -> float:
