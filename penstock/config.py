@@ -174,8 +174,9 @@ def gather(
 
     if file is not None:
         entries = _read_file(file)
-        if isinstance(entries.get(_DEPLOY_TABLE), dict):
-            deploy = entries.pop(_DEPLOY_TABLE)
+        deploy = entries.pop(_DEPLOY_TABLE, {})
+        if not isinstance(deploy, dict):
+            raise ConfigError(_DEPLOY_TABLE, deploy, f"give a table: [{_DEPLOY_TABLE}], and its settings below")
         for name, value in entries.items():
             take(name.replace("-", "_"), value, f"file {file}", name)
     for name in fields:

@@ -20,7 +20,7 @@ def deploy() -> None:
     """Put servers and gateways on a cluster."""
 
 
-@app.command(epilog="The [deploy] table of the file that --config names holds these and more: docs/operations.md.")
+@app.command(epilog=r"The \[deploy] table of the file that --config names holds these and more: docs/operations.md.")
 @takes_options()
 def kubernetes(
     sourced: Sourced,

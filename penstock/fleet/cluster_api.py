@@ -16,6 +16,7 @@ from penstock.errors import ConfigError, RemoteError
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TIMEOUT_SECONDS = 5.0
+_MAX_MESSAGE = 300  # characters
 _MERGE_PATCH = "application/merge-patch+json"
 
 
@@ -61,6 +62,11 @@ class ClusterApi:
     ) -> Mapping[str, Any]:
         try:
             token = (self._account / "token").read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RemoteError(
+                f"the Kubernetes API cannot be asked: {self._account / 'token'} holds no token"
+            ) from error
+        try:
             async with self._session.request(
                 method,
                 f"{self._api}{path}",
@@ -69,11 +75,15 @@ class ClusterApi:
                 headers={**(headers or {}), "Authorization": f"Bearer {token}"},
                 ssl=self._ssl if self._ssl is not None else True,
                 timeout=aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS),
+                allow_redirects=False,
             ) as response:
+                body = await response.read()
                 if response.status != 200:
-                    raise RemoteError(f"the Kubernetes API answers {response.status} to {method} {path}")
-                document = msgspec.json.decode(await response.read())
-        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+                    told = f"the Kubernetes API answers {response.status} to {method} {path}"
+                    raise RemoteError(f"{told}: {why}" if (why := _message(body)) else told)
+                document = msgspec.json.decode(body)
+        # ValueError: a token that can stand in no header, or an answer that is no JSON.
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError) as error:
             raise RemoteError(f"the Kubernetes API cannot be asked ({type(error).__name__})") from error
         if not isinstance(document, Mapping):
             raise RemoteError(f"the Kubernetes API answers no object to {method} {path}")
@@ -84,3 +94,13 @@ class ClusterApi:
         if not host:
             raise ConfigError("--fleet", self._section, "it works inside a Kubernetes pod only")
         return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+
+
+def _message(body: bytes) -> str:
+    """Return what the API says itself of a failure, which names the right that is missing, say."""
+    try:
+        document = msgspec.json.decode(body)
+    except (ValueError, RecursionError):
+        return ""
+    message = document.get("message") if isinstance(document, Mapping) else None
+    return " ".join(message.split())[:_MAX_MESSAGE] if isinstance(message, str) else ""

@@ -16,7 +16,14 @@ from penstock.errors import ConfigError
 from penstock.fleet.adapters.registry import ADAPTERS
 from penstock.fleet.autoscaler.backends.registry import BACKENDS
 from penstock.fleet.autoscaler.policies.registry import SCALE_POLICIES
-from penstock.fleet.config import AutoscalerSection, DiscoverySection, FleetConfig, ModelSection, ReplicaEntry
+from penstock.fleet.config import (
+    AutoscalerSection,
+    DiscoverySection,
+    FleetConfig,
+    KubernetesSection,
+    ModelSection,
+    ReplicaEntry,
+)
 from penstock.fleet.rollout.plan import VERSION_NAME, check_rollout
 from penstock.fleet.router.policies.registry import POLICIES
 from penstock.fleet.server_place import default_port, place_of
@@ -29,6 +36,8 @@ _HOST_LABEL = re.compile(r"[0-9A-Za-z_-]{1,63}")
 _HOST_RULE = "parts of 1 to 63 letters, digits, '-' or '_' with single dots between them, 253 characters at most"
 _MAX_HOST_CHARACTERS = 253
 _MAX_PORT = 65535
+_CLUSTER_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_CLUSTER_RULE = "small letters, digits and dashes, no dash first or last, at most 63"
 _DAY_SECONDS = 86400.0
 
 
@@ -112,6 +121,8 @@ def _check_discovery(discovery: DiscoverySection) -> None:
             _check_version(f"{where}version", found.version)
             if isinstance(found.port, int) and not 1 <= found.port <= _MAX_PORT:
                 raise ConfigError(f"{where}port", found.port, f"give a port of 1 to {_MAX_PORT}")
+    for number, service in enumerate(discovery.kubernetes):
+        _check_service(f"{_OPTION} discovery.kubernetes[{number}].", service)
     _check_sources("dns", [f"{section.name}:{section.port}" for section in discovery.dns])
     services = [f"{section.namespace or ''}/{section.service}:{section.port}" for section in discovery.kubernetes]
     _check_sources("kubernetes", services)
@@ -122,6 +133,16 @@ def _check_discovery(discovery: DiscoverySection) -> None:
         if not _is_host(section.name):
             option = f"{_OPTION} discovery.dns[{number}].name"
             raise ConfigError(option, section.name[:200], f"this can be no host: give {_HOST_RULE}")
+
+
+def _check_service(where: str, section: KubernetesSection) -> None:
+    """Raise unless these can be names in a cluster: what else stood there would ask its API something else."""
+    named = (("service", section.service), ("namespace", section.namespace), ("port", section.port))
+    for field, value in named:
+        if isinstance(value, str) and not _CLUSTER_NAME.fullmatch(value):
+            raise ConfigError(f"{where}{field}", value[:200], f"give {_CLUSTER_RULE}")
+    if isinstance(section.port, str) and section.port.isdigit():
+        raise ConfigError(f"{where}port", section.port, "give a number without quotes, or the name of a port")
 
 
 def _check_sources(kind: str, places: Sequence[str]) -> None:

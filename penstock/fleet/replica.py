@@ -1,13 +1,15 @@
 """One server behind the gateway, and all of them together.
 
 Holds what is known of each: models, load, standing, requests on their way. Changed by discovery, health and the proxy;
-read by policies. Writes a line whenever a standing changes. Knows nothing of HTTP.
+read by policies. Writes a line whenever a standing changes, and when a source finds or loses a replica. Knows nothing
+of HTTP.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from penstock.fleet.adapters.interface import Load, ReplicaAdapter, ServedModel
 from penstock.fleet.adapters.registry import ADAPTERS
@@ -26,6 +28,9 @@ _CHANGES = {
     Standing.EJECTED: "a replica is ejected",
     Standing.TRIAL: "a replica is back, on trial",
 }
+
+# Lines of all replicas together that tell of who came and went: a fleet that comes at once, or one that comes and goes.
+_MAX_MOVES_PER_MINUTE = 200
 
 log = logging.getLogger("penstock.gateway")
 
@@ -49,6 +54,7 @@ class Replica:
         self.is_counted_here = not self.adapter.counts_usage
         self._models: tuple[ServedModel, ...] = ()
         self._model_names: frozenset[str] = frozenset()
+        self._adapter_names: frozenset[str] = frozenset()
         self.denies_models = False  # it did not know a model that it was thought to serve: ask it again
         self.load = Load()
         self.load_at: float | None = None  # when that was so
@@ -68,6 +74,7 @@ class Replica:
         self._models = models
         self.denies_models = False
         self._model_names = frozenset(model.name for model in models)
+        self._adapter_names = frozenset(model.name for model in models if model.is_adapter)
 
     @property
     def version(self) -> str:
@@ -106,6 +113,10 @@ class Replica:
     def serves(self, model: str) -> bool:
         return model in self._model_names
 
+    def has_adapter(self, name: str) -> bool:
+        """Whether it serves an adapter under this model's name."""
+        return name in self._adapter_names
+
     def note_load(self, load: Load | None) -> None:
         """Take what it says of its load; None: nothing that could be read."""
         self.load, self.load_at = (Load(), None) if load is None else (load, self.clock())
@@ -124,6 +135,10 @@ class Replica:
         self._full_until = self.clock() + seconds
 
 
+def _not_told_of(url: str) -> str:
+    return "its source tells of it no more"
+
+
 class ReplicaPool:
     """All replicas by their place. A replica may be known to several sources, and goes when the last lets go of it.
 
@@ -140,6 +155,7 @@ class ReplicaPool:
         self._replicas: dict[str, Replica] = {}
         self._sources: dict[str, list[str]] = {}  # by place, who has known it longest first
         self._leaving: list[Replica] = []
+        self._moves = EventLog(log, clock, max_per_minute=_MAX_MOVES_PER_MINUTE)
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(list(self._replicas.values()))
@@ -150,43 +166,66 @@ class ReplicaPool:
     def find(self, url: str) -> Replica | None:
         return self._replicas.get(place_of(url))
 
-    def replace(self, source: str, entries: Iterable[ReplicaEntry]) -> None:
-        """Take these replicas for all those that `source` knew before."""
+    def replace(
+        self, source: str, entries: Iterable[ReplicaEntry], why_lost: Callable[[str], str] = _not_told_of
+    ) -> None:
+        """Take these replicas for all those that `source` knew before. `why_lost` says, of a URL, why it is gone."""
         wanted = {place_of(entry.url): entry for entry in entries}
         for entry in wanted.values():
             self.add(source, entry)
         for place in [place for place, sources in self._sources.items() if source in sources and place not in wanted]:
-            self.remove(source, place)
+            self.remove(source, place, why_lost(self._replicas[place].url))
 
     def add(self, source: str, entry: ReplicaEntry) -> Replica:
         """Take a replica in, or what its source says of it now; return it."""
         place = place_of(entry.url)
         sources = self._sources.setdefault(place, [])
-        if source not in sources:
+        is_found = source not in sources
+        if is_found:
             sources.append(source)
         replica = self._replicas.get(place)
         if replica is not None and sources[0] != source:
+            if is_found:
+                self._tell_found(replica, source, sources)
             return replica
         if replica is None or not replica.is_same_server(entry):
             if replica is not None:
+                self._tell_lost(replica, source, "its kind or key_file has changed: it is taken for another", ())
                 self._see_off(replica)
             replica = self._replicas[place] = Replica(entry, self.health, self.clock, self._default_key_file)
+            self._tell_found(replica, source, sources)
             self.added.set()
         else:
             replica.entry = entry
         return replica
 
-    def remove(self, source: str, url: str) -> bool:
-        """Let go of a replica; return whether the source knew it. Requests that it has go on."""
+    def remove(self, source: str, url: str, reason: str) -> bool:
+        """Let go of a replica; return whether the source knew it. Requests that it has go on.
+
+        `reason` is for people: why the source does not know it any more.
+        """
         place = place_of(url)
         sources = self._sources.get(place, [])
         if source not in sources:
             return False
         sources.remove(source)
+        self._tell_lost(self._replicas[place], source, reason, sources)
         if not sources:
             self._see_off(self._replicas.pop(place))
             del self._sources[place]
         return True
+
+    def _tell_found(self, replica: Replica, source: str, sources: Sequence[str]) -> None:
+        others = [item for item in sources if item != source]
+        also = {"also_known_to": ", ".join(others)} if others else {}
+        self._moves.write("a replica was found", level=logging.INFO, replica=replica.name, source=source, **also)
+
+    def _tell_lost(self, replica: Replica, source: str, reason: str, others: Sequence[str]) -> None:
+        message = "a replica was lost"
+        rest: dict[str, Any] = {"open_requests": replica.num_in_flight}
+        if others:
+            message, rest = f"{message} by one source, others know it", {"known_to": ", ".join(others)}
+        self._moves.write(message, level=logging.INFO, replica=replica.name, source=source, reason=reason, **rest)
 
     @property
     def leaving(self) -> list[Replica]:

@@ -54,9 +54,13 @@ def read_gateways(text: str, host: str) -> tuple[str, ...]:
     for gateway in gateways:
         if gateway.startswith(_UNIX) and len(gateway) > len(_UNIX):
             continue
-        parts = urlsplit(gateway)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path:
-            right = "give a gateway's URL such as http://10.0.0.1:8080, or unix:PATH of its admin socket"
+        right = "give a gateway's URL such as http://10.0.0.1:8080, or unix:PATH of its admin socket"
+        try:
+            parts = urlsplit(gateway)
+            is_usable = parts.scheme in ("http", "https") and not parts.path and parts.port != 0
+        except ValueError as error:  # a port or an address that can be none
+            raise ConfigError("--gateway", gateway, right) from error
+        if not is_usable or not parts.hostname:
             raise ConfigError("--gateway", gateway, right)
         if is_loopback(host) and not is_loopback(parts.hostname):
             raise ConfigError("--gateway", gateway, f"it cannot reach {host}; give --host an address that it can")

@@ -12,8 +12,10 @@ from penstock.deploy.kubernetes.settings import Settings
 from penstock.errors import ConfigError
 from penstock.fleet.config import FleetConfig
 from penstock.loopback import is_loopback
+from penstock.server.registration import read_gateways
 
 _FLEET = "--fleet"
+_ANY_HOST = "::"  # where a pod's server listens
 _UNREACHABLE = "in a pod that is the pod itself: give an address that pods reach"
 
 
@@ -31,7 +33,7 @@ def refuse_local_options(options: Options, settings: Settings, cache_folder: str
     profile = options.simulated_profile
     if is_path(profile.partition("@")[0]):
         raise ConfigError(flag("simulated_profile"), profile, "pods do not have this file: give a profile by its name")
-    for address in (options.gateway or "").split(","):
+    for address in read_gateways(options.gateway, _ANY_HOST) if options.gateway is not None else ():
         if address.strip().startswith("unix:") or _is_loopback(_host(address)):
             right = (
                 "in a cluster gateways find the servers themselves: leave it out, or give an address that pods reach"
@@ -95,12 +97,19 @@ def _key_files(fleet: FleetConfig) -> Iterator[tuple[str, str | None]]:
 
 def is_path(name: str) -> bool:
     """Whether a model is named by where it is."""
-    return name.startswith(("/", ".", "~")) or name.endswith(".gguf") or Path(name).exists()
+    if name.startswith(("/", ".", "~")) or name.endswith(".gguf"):
+        return True
+    try:
+        return Path(name).exists()
+    except OSError:  # too long for a file's name, say
+        return False
 
 
 def _host(url: str) -> str:
-    parts = urlsplit(url.strip() if "//" in url else f"//{url.strip()}")
-    return parts.hostname or ""
+    try:
+        return urlsplit(url.strip() if "//" in url else f"//{url.strip()}").hostname or ""
+    except ValueError:  # no URL at all, which is for others to say
+        return ""
 
 
 def _is_loopback(host: str) -> bool:

@@ -166,12 +166,13 @@ def _named_files(options: Options) -> dict[str, str]:
 
 def _read(option: str, path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+        if len(content) > _MAX_FILE_BYTES:
+            raise ConfigError(flag(option), str(path), f"it must fit a ConfigMap: at most {_MAX_FILE_BYTES} bytes")
+        return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(flag(option), str(path), "give a file of UTF-8 text that can be read") from error
-    if len(text.encode()) > _MAX_FILE_BYTES:
-        raise ConfigError(flag(option), str(path), f"it must fit a ConfigMap: at most {_MAX_FILE_BYTES} bytes")
-    return text
 
 
 def _num_gpus(settings: Settings, options: Options) -> int:

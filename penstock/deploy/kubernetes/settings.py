@@ -5,7 +5,7 @@ of manifests.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -72,12 +72,17 @@ def read_settings(table: Mapping[str, Any], flags: Mapping[str, Any]) -> Setting
     try:
         settings = msgspec.convert({**table, **given}, Settings)
     except msgspec.ValidationError as error:
+        unknown = [name for name in table if name not in Settings.__struct_fields__]
+        if unknown:
+            right = f"there is no such setting; the settings are: {', '.join(Settings.__struct_fields__)}"
+            raise ConfigError(f"[deploy] {unknown[0]}"[:200], table[unknown[0]], right) from error
         raise ConfigError("[deploy]", dict(table), f"{error}") from error
-    _check(settings)
+    _check(settings, lambda name: f"--{name.replace('_', '-')}" if name in given else f"deploy.{name}")
     return settings
 
 
-def _check(settings: Settings) -> None:
+def _check(settings: Settings, option: Callable[[str], str]) -> None:
+    """Raise ConfigError. `option` says what a person wrote for a setting."""
     patterns = {
         "name": (_NAME, "small letters, digits and dashes, a letter first and no dash last, at most 40"),
         "namespace": (_NAMESPACE, "small letters, digits and dashes, no dash first or last, at most 63"),
@@ -90,29 +95,30 @@ def _check(settings: Settings) -> None:
         "prometheus_url": (re.compile(r"https?://\S+"), "a URL such as http://prometheus:9090"),
     }
     for name, (pattern, right) in patterns.items():
-        _check_text(name, getattr(settings, name), pattern, right)
+        _check_text(option(name), getattr(settings, name), pattern, right)
     for name in ("image_pull_secret", "cache_claim", "keys_secret", "store_secret", "metrics_secret", "hub_secret"):
         if getattr(settings, name):
-            _check_text(name, getattr(settings, name), _SECRET, "the name of an object of the cluster, not a secret")
+            right = "the name of an object of the cluster, not a secret"
+            _check_text(option(name), getattr(settings, name), _SECRET, right)
     if settings.hostname:
-        _check_text("hostname", settings.hostname, _HOSTNAME, "a name such as llm.example.com")
+        _check_text(option("hostname"), settings.hostname, _HOSTNAME, "a name such as llm.example.com")
     bounds = {"replicas": (0, 1000), "max_replicas": (1, 1000), "gateways": (1, 100), "gpus": (0, 64)}
     bounds |= {"startup_seconds": (10, 86_400)}
     for name, (low, high) in bounds.items():
         value = getattr(settings, name)
         if value is not None and not low <= value <= high:
-            raise ConfigError(f"deploy.{name}", value, f"give a number from {low} to {high}")
+            raise ConfigError(option(name), value, f"give a number from {low} to {high}")
     if settings.max_replicas < settings.replicas:
-        raise ConfigError("deploy.max_replicas", settings.max_replicas, f"give at least {settings.replicas}")
+        raise ConfigError(option("max_replicas"), settings.max_replicas, f"give at least {settings.replicas}")
     if settings.gateway_scales and settings.gateways > 1:
-        raise ConfigError("deploy.gateways", settings.gateways, "give 1 with gateway_scales: only one may scale")
+        raise ConfigError(option("gateways"), settings.gateways, "give 1 with gateway_scales: only one may scale")
     if not 0.5 <= settings.objective < 1:
-        raise ConfigError("deploy.objective", settings.objective, "give a part such as 0.99")
+        raise ConfigError(option("objective"), settings.objective, "give a part such as 0.99")
     if settings.slow_ttft_seconds not in LATENCY_BOUNDS:
         right = f"give a bound of the histogram: {', '.join(f'{bound:g}' for bound in LATENCY_BOUNDS)}"
-        raise ConfigError("deploy.slow_ttft_seconds", settings.slow_ttft_seconds, right)
+        raise ConfigError(option("slow_ttft_seconds"), settings.slow_ttft_seconds, right)
 
 
-def _check_text(name: str, value: str, pattern: re.Pattern[str], right: str) -> None:
+def _check_text(option: str, value: str, pattern: re.Pattern[str], right: str) -> None:
     if pattern.fullmatch(value) is None:
-        raise ConfigError(f"deploy.{name}", value[:100], f"give {right}")
+        raise ConfigError(option, value[:100], f"give {right}")

@@ -44,6 +44,7 @@ class ServedModel:
 
     name: str
     max_context_tokens: int | None = None
+    is_adapter: bool = False  # of another model, by whose name the server has it too
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class ReplicaAdapter:
     context_fields: tuple[str, ...] = ()  # where an entry of /v1/models tells the longest context
     counts_usage: bool = False  # admits and books requests in the store itself, where it shares the gateway's
     keeps_files: bool = False  # has /v1/files and /v1/batches, on the store that all replicas share
+    runs_short_prompts_first: bool = False  # else prompts run in the order in which they came
     can_frame: bool = False  # streams that another replica can go on with (`protocol.frames`)
     metrics_path: str = "/metrics"
     models_path: str = "/v1/models"
@@ -136,7 +138,11 @@ class ReplicaAdapter:
 
     def _model(self, entry: Mapping[str, Any]) -> ServedModel:
         limits = (_inside(entry, field) for field in self.context_fields)
-        return ServedModel(str(entry["id"]), next((limit for limit in limits if _is_length(limit)), None))
+        # vLLM and SGLang list adapters as models that have another for a parent.
+        is_adapter = isinstance(entry.get("parent"), str) and entry["parent"] != entry["id"]
+        return ServedModel(
+            str(entry["id"]), next((limit for limit in limits if _is_length(limit)), None), is_adapter=is_adapter
+        )
 
 
 def _cache_size(labels: Mapping[str, str]) -> float | None:

@@ -24,6 +24,7 @@ ADAPTER = ReplicaAdapter(
     context_fields=("max_context_tokens",),
     counts_usage=True,
     keeps_files=True,
+    runs_short_prompts_first=True,
     can_frame=True,
     cache_info="penstock_cache_config_info",
     block_events_path=BLOCK_EVENTS_PATH,

@@ -31,3 +31,6 @@ class DnsDiscovery(Discovery):
             )
             for host in hosts
         ]
+
+    def why_lost(self, url: str) -> str:
+        return f"{self._section.name} has this address no more"

@@ -10,7 +10,6 @@ from penstock.fleet.config import ReplicaEntry
 from penstock.fleet.event_log import EventLog
 from penstock.fleet.fleet_file import check_entry
 from penstock.fleet.replica import ReplicaPool
-from penstock.telemetry import log_event
 
 log = logging.getLogger("penstock.discovery")
 
@@ -25,6 +24,14 @@ class Discovery(ABC):
     async def find(self) -> list[ReplicaEntry]:
         """Return the replicas that are told of now, possible or not. Raises RemoteError where nobody knows."""
 
+    def why_lost(self, url: str) -> str:
+        """Return why the last `find` had no replica of this URL, for people."""
+        return "it is told of no more"
+
+    def why_none(self) -> str:
+        """Return why the last `find` had no replica at all, for people."""
+        return "it tells of none"
+
     async def close(self) -> None:
         """Let go of whatever it asks with."""
         return
@@ -32,17 +39,26 @@ class Discovery(ABC):
 
 async def follow(discovery: Discovery, pool: ReplicaPool) -> None:
     """Keep the pool as a source says, for ever. A source that fails changes nothing; impossible ones are left out."""
-    is_failing = False
-    sieve = _Sieve(discovery.name, EventLog(log, pool.clock))
+    events = EventLog(log, pool.clock)
+    sieve = _Sieve(discovery.name, events)
+    has_found = False
+    trouble: str | None = None  # that was told, and is not over
     try:
         while True:
+            before = trouble
             try:
-                pool.replace(discovery.name, sieve.possible(await discovery.find()))
-                is_failing = False
+                found = sieve.possible(await discovery.find())
+                pool.replace(discovery.name, found, discovery.why_lost)
+                has_found = has_found or bool(found)
+                trouble = None if found else f"no replica is found: {discovery.why_none()}"
+                # A fleet may sleep; one that never was there is perhaps called otherwise.
+                level = logging.INFO if has_found else logging.WARNING
             except RemoteError as error:
-                if not is_failing:
-                    log_event(log, f"replicas stay as they were: {error}", level=logging.ERROR, source=discovery.name)
-                is_failing = True
+                trouble, level = f"replicas stay as they were: {error}", logging.ERROR
+            if trouble is not None and trouble != before:
+                events.write(trouble, level=level, source=discovery.name)
+            elif trouble is None and before is not None:
+                events.write("replicas are found", source=discovery.name, replicas=len(found))
             await asyncio.sleep(discovery.refresh_seconds)
     finally:
         await discovery.close()

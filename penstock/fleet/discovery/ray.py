@@ -53,6 +53,12 @@ class RayDiscovery(Discovery):
         section = self._section
         return [ReplicaEntry(url=str(url), version=section.version, key_file=section.key_file) for url in urls]
 
+    def why_lost(self, url: str) -> str:
+        return "it drains, or has not announced itself to its application in time"
+
+    def why_none(self) -> str:
+        return f"the application {self._section.application} runs none, or nothing of that name is deployed"
+
     async def close(self) -> None:
         listing, self._listing, self._answers = self._listing, None, False
         if listing is not None:

@@ -23,16 +23,16 @@ class Registration:
         self._ends[place_of(entry.url)] = self._pool.clock() + self.lease_seconds
         self._pool.add(_SOURCE, entry)
 
-    def leave(self, url: str) -> bool:
+    def leave(self, url: str, reason: str = "its registration was taken back") -> bool:
         """Send it nothing more; what it has goes on. Returns whether it had registered."""
         self._ends.pop(place_of(url), None)
-        return self._pool.remove(_SOURCE, url)
+        return self._pool.remove(_SOURCE, url, reason)
 
     def expire(self) -> None:
         """Let go of those that have not been heard from."""
         now = self._pool.clock()
         for url in [url for url, end in self._ends.items() if end <= now]:
-            self.leave(url)
+            self.leave(url, f"it was not heard from for {self.lease_seconds:g} s")
 
     async def run(self) -> None:
         while True:

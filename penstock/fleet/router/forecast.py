@@ -1,17 +1,22 @@
 """How soon one more request has its turn while replicas are full: from how fast places on them came free.
 
-How long a request keeps its place is told by others whose answers could become about as long. Places on replicas of one
+How long a request keeps its place is told by others whose answers could become about as long; of those that took longer
+than it has by now, since it will be one of these. Places on replicas of one
 kind are as good as each other; a request waits for some of the kinds, and only for these it is told how they come free.
 Time is the caller's. Knows nothing of replicas, policies or who waits in which order.
 """
 
+from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 _SMOOTHING = 0.2
 _MAX_TOKENS = 1 << 20  # answers that may become longer than this are as long as each other
 _LEAST_SECONDS = 1e-9  # between two moments of which a rate is made
+_MAX_REMEMBERED = 32  # of what ended: enough to tell times that are alike from times that are not
+_MAX_LOOKED_AT = 64  # of those who hold places, for when each will end; where there are more, one matters little
 
 
 class PlaceKind(NamedTuple):
@@ -38,21 +43,49 @@ class Want(NamedTuple):
 
 
 @dataclass(slots=True)
+class _Times:
+    """How long something took, as often as it has happened."""
+
+    typical: float | None = None  # the mean, of which older ones are less and less
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_REMEMBERED))
+
+    def note(self, seconds: float) -> None:
+        self.typical = seconds if self.typical is None else self.typical + _SMOOTHING * (seconds - self.typical)
+        self.recent.append(seconds)
+
+    def left(self, age: float) -> float | None:
+        """Return how much longer those took that took longer than so long; None where none did."""
+        longer = [seconds for seconds in self.recent if seconds > age]
+        return sum(longer) / len(longer) - age if longer else None
+
+
+@dataclass(slots=True)
 class _Length:
     """Requests whose answers may become about as long as each other's."""
 
     held: dict[Hashable, float] = field(default_factory=dict)  # places that they have, and since when: oldest first
-    seconds_per_request: float | None = None
+    times: _Times = field(default_factory=_Times)
 
-    def rate(self, typical: float, now: float) -> float:
-        """Return how fast they end if each takes as long as is typical, or as long again as it has."""
-        rate, num_left = 0.0, len(self.held)
-        for began in self.held.values():  # those that took longer than is typical come first
-            if now - began <= typical:
-                break
-            rate += 1 / max(now - began, _LEAST_SECONDS)
-            num_left -= 1
-        return rate + num_left / max(typical, _LEAST_SECONDS)
+    def rate(self, unknown: float) -> float:
+        """Return how fast they end if each takes as long as others did; `unknown`: where none of its length has."""
+        return len(self.held) / max(unknown if self.times.typical is None else self.times.typical, _LEAST_SECONDS)
+
+    def rate_now(self, others: _Times, unknown: float, now: float) -> float:
+        """Return how fast they end from now on, the first of them: each as others that took longer than it has.
+
+        As long again as it has where none took longer. `others`: all requests, where none of this length has ended;
+        `unknown`: what each has before it where nobody knows anything.
+        """
+        times = self.times if self.times.recent else others
+        rate = 0.0
+        for began in islice(self.held.values(), _MAX_LOOKED_AT):
+            age = now - began
+            left = times.left(age)
+            if left is None:
+                left = age if times.recent else max(unknown, age)
+            rate += 1 / max(left, _LEAST_SECONDS)
+        num_others = max(0, len(self.held) - _MAX_LOOKED_AT)  # the youngest
+        return rate + num_others / max(unknown if times.typical is None else times.typical, _LEAST_SECONDS)
 
 
 @dataclass(slots=True)
@@ -61,8 +94,8 @@ class _Pace:
 
     lengths: dict[int, _Length] = field(default_factory=dict)  # by how long answers may become, in powers of two
     length_of: dict[Hashable, int] = field(default_factory=dict)  # of whoever has a place
-    seconds_per_release: float | None = None  # while others waited for them
-    seconds_per_request: float | None = None
+    releases: _Times = field(default_factory=_Times)  # from one to the next, while others waited for them
+    requests: _Times = field(default_factory=_Times)
     released_at: float | None = None
 
     def begin(self, place: Hashable, max_tokens: int | None, now: float) -> None:
@@ -74,38 +107,51 @@ class _Pace:
         length = self.lengths[self.length_of.pop(place)]
         seconds = now - length.held.pop(place)
         if is_answered:
-            length.seconds_per_request = _smoothed(length.seconds_per_request, seconds)
-            self.seconds_per_request = _smoothed(self.seconds_per_request, seconds)
+            length.times.note(seconds)
+            self.requests.note(seconds)
+
+    def first(self, now: float) -> float | None:
+        """Return in how many seconds the next comes free; None where there is none that could.
+
+        When it is due by how they came while others waited, but not before one of those who hold them is due to end.
+        """
+        waits = []
+        if self.length_of:
+            unknown = self._unknown(now)
+            held = [length for length in self.lengths.values() if length.held]
+            waits.append(1 / sum(length.rate_now(self.requests, unknown, now) for length in held))
+        if self.releases.recent and self.released_at is not None:
+            since = now - self.released_at
+            left = self.releases.left(since)
+            waits.append(since if left is None else left)
+        elif self.releases.typical is not None and not (len(self.length_of) == 1 and self.requests.recent):
+            # Of several who began together the first is not due sooner for that; of one alone its own time says all.
+            waits.append(self.releases.typical)
+        return max(waits, default=None)
 
     def rate(self, now: float) -> float:
-        """Return how many come free each second; 0 where there is none that could.
+        """Return how many come free each second behind the next; 0 where there is none that could.
 
-        As they did while others waited, but no faster than those who hold them can be expected to end, nor than they
-        have come since the last one did: places that came free together say little of the next.
+        As they did while others waited, but no faster than if those who come next take as long as those who hold them
+        are expected to in all.
         """
         rates = []
-        if self.seconds_per_release is not None:
-            rates.append(1 / max(self.seconds_per_release, _LEAST_SECONDS))
+        if self.releases.typical is not None:
+            rates.append(1 / max(self.releases.typical, _LEAST_SECONDS))
         if self.length_of:
-            rates.append(self._rate_of_held(now))
-        if rates and self.released_at is not None:
-            rates.append(max(1, len(self.length_of)) / max(now - self.released_at, _LEAST_SECONDS))
+            unknown = self._unknown(now) if self.requests.typical is None else self.requests.typical
+            held = [length for length in self.lengths.values() if length.held]
+            rates.append(sum(length.rate(unknown) for length in held))
         return min(rates, default=0.0)
 
-    def _rate_of_held(self, now: float) -> float:
-        """Return how fast those who hold places end if each takes as long as others of its length did.
+    def _unknown(self, now: float) -> float:
+        """Return what to expect of whoever holds a place while no request has ended: as long as the oldest has it.
 
-        As long as any did where none of its length has ended; where none has at all, as long as the oldest.
+        Nothing, where it is known at least how places come free.
         """
-        held = [length for length in self.lengths.values() if length.held]
-        typical = self.seconds_per_request
-        if typical is None:
-            oldest = min(next(iter(length.held.values())) for length in held)
-            typical = 0.0 if self.seconds_per_release is not None else now - oldest
-        return sum(
-            length.rate(typical if length.seconds_per_request is None else length.seconds_per_request, now)
-            for length in held
-        )
+        if self.releases.typical is not None:
+            return 0.0
+        return now - min(next(iter(length.held.values())) for length in self.lengths.values() if length.held)
 
 
 class Forecast:
@@ -133,7 +179,7 @@ class Forecast:
         pace = self._paces[kind]
         pace.end(place, now, is_answered=is_answered)
         if pace.released_at is not None:
-            pace.seconds_per_release = _smoothed(pace.seconds_per_release, now - pace.released_at)
+            pace.releases.note(now - pace.released_at)
         # Only while somebody waits for them do places come free as fast as they can.
         pace.released_at = now if any(want.fits(kind) for want in waiting) else None
 
@@ -143,7 +189,7 @@ class Forecast:
         None: of one nobody knows.
         """
         paces = [self._paces.get(kind) for kind in kinds]
-        if any(pace is None or pace.seconds_per_release is None for pace in paces):
+        if any(pace is None or pace.releases.typical is None for pace in paces):
             return None
         return self.expected_wait(kinds, waiting, now)
 
@@ -159,12 +205,10 @@ class Forecast:
         return min((seconds for seconds in waits if seconds is not None), default=None)
 
     def _wait_of(self, kinds: Collection[PlaceKind], waiting: Mapping[Want, int], now: float) -> float | None:
-        rate = sum(self._paces[kind].rate(now) for kind in kinds if kind in self._paces)
-        if not rate:
+        paces = [self._paces[kind] for kind in kinds if kind in self._paces]
+        firsts = [first for pace in paces if (first := pace.first(now)) is not None]
+        if not firsts:
             return None
         ahead = sum(count for want, count in waiting.items() if any(want.fits(kind) for kind in kinds))
-        return (ahead + 1) / rate
-
-
-def _smoothed(known: float | None, value: float) -> float:
-    return value if known is None else known + _SMOOTHING * (value - known)
+        soonest = 1 / sum(1 / max(first, _LEAST_SECONDS) for first in firsts)
+        return soonest + ahead / sum(pace.rate(now) for pace in paces)

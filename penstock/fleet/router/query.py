@@ -28,6 +28,8 @@ class RequestHead(msgspec.Struct, frozen=True):
     user: str | None = None
     prompt_cache_key: str | None = None
     adapter: str | None = None
+    lora_path: Any = None  # SGLang's name for it
+    adapter_id: Any = None  # TGI's
     messages: list[Any] | None = None
     prompt: Any = None
     input: Any = None  # the prompt of other APIs
@@ -118,7 +120,8 @@ class RouteQuery:
         self.asked_model = head.model  # as the caller does
         self.tenant = tenant
         self.version = version  # that the caller named
-        self.adapter = head.adapter or ""
+        told = (head.adapter, head.lora_path, head.adapter_id)
+        self.adapter = next((name for name in told if name and isinstance(name, str)), "")
         self._head = head
         self._session = session
 

@@ -48,15 +48,22 @@ class FleetFigures(msgspec.Struct, frozen=True, kw_only=True):
     """How replicas shared a run's work. One entry of each list is one replica's."""
 
     policy: str
-    busy_seconds: list[float]  # of its device
+    busy_seconds: list[float]  # of its device, with steps, be it with a single row that decodes
+    work_seconds: list[float] = []  # of that, what tokens and copies cost beyond what every step costs anyway
     computed_tokens: list[int]  # prompt tokens that it had not cached
     replica_seconds: float  # of all, from start to end
     infinite_cache_tokens: int  # prompt tokens that a single cache without a limit would have had
 
     @property
     def imbalance(self) -> float:
-        """The most work of a replica over the mean, in seconds of its device."""
-        return max(self.busy_seconds) * len(self.busy_seconds) / (sum(self.busy_seconds) or 1.0)
+        """The most work of a replica over the mean."""
+        work = self.work_seconds or self.busy_seconds  # older reports have the second only
+        return max(work) * len(work) / (sum(work) or 1.0)
+
+    @property
+    def utilization(self) -> float:
+        """The part of the replicas' time that went into work; a replica that only decodes is busy, and hardly used."""
+        return sum(self.work_seconds) / self.replica_seconds if self.replica_seconds else 0.0
 
 
 class RequestRow(msgspec.Struct, frozen=True, array_like=True):

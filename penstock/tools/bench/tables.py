@@ -112,8 +112,8 @@ def _fleet(run: Run) -> str | None:
         return None
     found = (run.cached_tokens or 0) / fleet.infinite_cache_tokens if fleet.infinite_cache_tokens else 1.0
     return (
-        f"{len(fleet.busy_seconds)} replicas, {fleet.policy}: {found:.1%} of what one infinite cache would find, "
-        f"most work {fleet.imbalance:.2f} × the mean"
+        f"{len(fleet.busy_seconds)} replicas, {fleet.policy}, {fleet.utilization:.0%} of their time used: "
+        f"{found:.1%} of what one infinite cache would find, most work {fleet.imbalance:.2f} × the mean"
     )
 
 

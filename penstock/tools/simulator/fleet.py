@@ -86,7 +86,7 @@ class VirtualFleet:
     def drain_replica(self, replica: VirtualReplica) -> None:
         """Send a replica no more requests; it ends with the last of those it has."""
         replica.is_draining = True
-        self.pool.remove(_SOURCE, _url(replica))
+        self.pool.remove(_SOURCE, _url(replica), "it drains")
         self._end_drained(replica)
 
     def known(self, replica: VirtualReplica) -> Replica | None:

@@ -118,6 +118,7 @@ class Simulation:
         return FleetFigures(
             policy=self._server.policy,
             busy_seconds=[replica.busy_seconds for replica in replicas],
+            work_seconds=[item.work_seconds for item in stats],
             computed_tokens=[item.prefix_query_tokens - item.prefix_hit_tokens for item in stats],
             replica_seconds=self.fleet.replica_seconds,
             infinite_cache_tokens=self._most_found(),

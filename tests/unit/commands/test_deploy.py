@@ -103,3 +103,8 @@ def test_a_number_of_replicas_that_cannot_be_is_refused_as_any_option(
     assert main(["deploy", command, "m", flag, value]) != 0
     least = 0 if (command, flag) == ("kubernetes", "--replicas") else 1
     assert capsys.readouterr().err == f"{flag}: {value!r} is not usable; give a whole number of at least {least}\n"
+
+
+def test_its_help_names_the_table_of_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    assert "The [deploy] table" in capsys.readouterr().out

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import logging
+import re
 import socket
 
 import aiohttp
@@ -54,7 +56,7 @@ def test_what_a_replica_is_stays_the_word_of_who_has_known_it_longest(pool):
         assert (replica.version, replica.entry.max_in_flight) == ("candidate", 2)
     pool.add("static", ReplicaEntry(url="http://replica-1:80", version="stable", max_in_flight=3))
     assert (replica.version, replica.entry.max_in_flight) == ("stable", 3)
-    pool.remove("static", "http://replica-1:80")
+    pool.remove("static", "http://replica-1:80", "gone")
     pool.add("registration", ReplicaEntry(url="http://replica-1:80", version="other"))
     assert pool.find("http://replica-1:80") is replica and replica.version == "other"
 
@@ -72,7 +74,7 @@ def test_one_that_leaves_gets_nothing_more(pool):
     replica.models = (ServedModel("tiny"),)
     replica.breaker.on_probe(True)
     assert replica.is_usable
-    pool.remove("one", entry(1).url)
+    pool.remove("one", entry(1).url, "gone")
     assert not replica.is_usable
 
 
@@ -123,11 +125,11 @@ class Listed(Discovery):
 
     def __init__(self, *urls):
         self.num_asked = 0
-        self._urls = urls
+        self.urls = urls
 
     async def find(self):
         self.num_asked += 1
-        return [ReplicaEntry(url=url) for url in self._urls]
+        return [ReplicaEntry(url=url) for url in self.urls]
 
 
 async def test_what_is_found_and_can_be_no_replica_is_said_once_and_passed_over(pool, caplog):
@@ -171,7 +173,16 @@ DUAL_SLICES = [
     }
     for family, pods in (("IPv6", {"a": "fd00::1", "b": "fd00::2"}), ("IPv4", {"a": "10.0.0.1"}))
 ]
-OTHER_SLICES = {"odd": ODD_SLICES, "dual": DUAL_SLICES}
+ENDING_SLICES = [
+    {
+        "ports": SLICE["ports"],
+        "endpoints": [
+            {"addresses": ["10.0.0.1"], "conditions": {"ready": False, "serving": True, "terminating": True}},
+            {"addresses": ["10.0.0.2"], "conditions": {"ready": False}},
+        ],
+    }
+]
+OTHER_SLICES = {"odd": ODD_SLICES, "dual": DUAL_SLICES, "ending": ENDING_SLICES, "nowhere": []}
 
 
 @pytest.fixture
@@ -184,7 +195,10 @@ async def cluster(tmp_path):
     async def answer(request):
         seen.append((request.path, request.query["labelSelector"], request.headers["authorization"]))
         slices = next((found for name, found in OTHER_SLICES.items() if name in str(request.url)), [SLICE])
-        return web.json_response({"items": slices}) if "penstock" in str(request.url) else web.Response(status=403)
+        if "penstock" not in str(request.url):
+            refusal = {"kind": "Status", "message": 'endpointslices is forbidden: User "x"\ncannot list them'}
+            return web.json_response(refusal, status=403)
+        return web.json_response({"kind": "Status"} if "unlisted" in str(request.url) else {"items": slices})
 
     app = web.Application()
     app.router.add_get("/{path:.+}", answer)
@@ -268,6 +282,98 @@ async def test_a_pod_with_addresses_of_both_families_is_one_replica(cluster):
     assert [item.url for item in found] == ["http://10.0.0.1:8000", "http://[fd00::2]:8000"]
 
 
+async def test_why_an_endpoint_is_no_replica_any_more_is_known(cluster):
+    discovery, _ = cluster
+    source = discovery(service="penstock-ending")
+    assert await source.find() == []
+    assert source.why_lost("http://10.0.0.1:8000") == "its pod is being ended"
+    assert source.why_lost("http://10.0.0.2:8000") == "its pod is not ready"
+    assert "no endpoint at this address" in source.why_lost("http://10.0.0.3:8000")
+
+
+async def test_a_source_says_why_it_lost_what_it_had_found(pool, caplog):
+    caplog.set_level(logging.INFO)
+    source = Listed("http://replica-1:80")
+    following = asyncio.create_task(follow(source, pool))
+    await until(lambda: urls(pool) == ["http://replica-1:80"])
+    source.urls = ()
+    await until(lambda: not urls(pool))
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    said = [(record.getMessage(), record.penstock_fields) for record in caplog.records]
+    lost = {"replica": "replica-1:80", "source": "listed", "reason": "it is told of no more", "open_requests": 0}
+    assert said == [
+        ("a replica was found", {"replica": "replica-1:80", "source": "listed"}),
+        ("a replica was lost", lost),
+        ("no replica is found: it tells of none", {"source": "listed"}),
+    ]
+
+
+class Troubled(Listed):
+    """Fails as it is told to."""
+
+    error: str | None = None
+
+    async def find(self):
+        found = await super().find()
+        if self.error is not None:
+            raise RemoteError(self.error)
+        return found
+
+
+async def test_what_is_wrong_with_a_source_is_said_once_and_so_is_its_end(pool, caplog):
+    caplog.set_level(logging.INFO, "penstock.discovery")
+    source = Troubled("http://replica-1:80")
+    following = asyncio.create_task(follow(source, pool))
+    for error in (None, "it is away", "it refuses", None):
+        source.error, asked = error, source.num_asked
+        await until(lambda asked=asked: source.num_asked > asked + 2)
+        assert urls(pool) == ["http://replica-1:80"]
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    said = [record.getMessage() for record in caplog.records if record.name == "penstock.discovery"]
+    assert said == [
+        "replicas stay as they were: it is away",
+        "replicas stay as they were: it refuses",
+        "replicas are found",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        (
+            {"service": "penstock-nowhere"},
+            "nowhere of namespace models has no endpoint slices; is that its name",
+        ),
+        ({"service": "penstock", "port": "web"}, "has no port of the name 'web', but: http, other"),
+        ({"service": "penstock-ending"}, r"has no endpoint that is ready \(2 that are not\)"),
+    ],
+)
+async def test_why_a_service_has_no_replicas_is_known(cluster, fields, why):
+    discovery, _ = cluster
+    source = discovery(**fields)
+    assert await source.find() == []
+    assert re.search(why, source.why_none())
+
+
+async def test_an_answer_that_is_no_list_takes_no_replica_away(cluster):
+    discovery, _ = cluster
+    with pytest.raises(RemoteError, match="no list"):
+        await discovery(service="penstock-unlisted").find()
+
+
+@pytest.mark.parametrize("token", [b"a\nb", b"\xff\xfe", b"caf\xc3\xa9\x00"])
+async def test_a_token_that_can_be_none_is_said(cluster, tmp_path, token):
+    discovery, _ = cluster
+    source = discovery()
+    (tmp_path / "token").write_bytes(token)
+    with pytest.raises(RemoteError, match="cannot be asked"):
+        await source.find()
+    (tmp_path / "token").write_bytes(b"another-token\n")  # as the cluster replaces it
+    assert len(await source.find()) == 2
+
+
 async def test_a_port_may_be_a_number(cluster):
     discovery, _ = cluster
     assert next(item.url for item in await discovery(port=9).find()) == "http://10.0.0.1:9"
@@ -275,7 +381,7 @@ async def test_a_port_may_be_a_number(cluster):
 
 async def test_an_api_that_refuses_is_said(cluster):
     discovery, _ = cluster
-    with pytest.raises(RemoteError, match="403"):
+    with pytest.raises(RemoteError, match=r'403 to GET .*: endpointslices is forbidden: User "x" cannot list them'):
         await discovery(service="other").find()
 
 

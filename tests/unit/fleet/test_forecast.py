@@ -1,5 +1,9 @@
 """How soon a request has its turn, told from places that come free at moments that a test chooses."""
 
+import itertools
+import random
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -90,7 +94,7 @@ _steps = st.lists(
 
 
 @given(num_places=st.integers(1, 5), steps=_steps, quiet=st.floats(0.0, 300.0), num_ahead=st.integers(0, 5))
-def test_no_wait_is_shorter_than_the_time_without_a_place_suggests(
+def test_the_moment_that_is_told_only_moves_away_while_nothing_comes_free(
     num_places: int, steps: list[tuple[float, int, bool]], quiet: float, num_ahead: int
 ) -> None:
     places = BusyPlaces(num_places)
@@ -98,11 +102,55 @@ def test_no_wait_is_shorter_than_the_time_without_a_place_suggests(
         places.now += seconds
         places.end(place % num_places, is_answered=is_answered)
     at_once = places.wait(num_ahead)
+    longest = places.now  # no request and no pause took longer
     places.now += quiet
     told = places.wait(num_ahead)
-    assert told >= at_once - 1e-6
-    # All of them have held for so long, and none has ended.
-    assert told >= (num_ahead + 1) * quiet / num_places - 1e-6
-    # Nor do they end faster than if each took as long again as it has.
-    if all(age > 0 for age in places.ages):
-        assert told >= (num_ahead + 1) / sum(1 / age for age in places.ages) * (1 - 1e-9)
+    assert quiet + told >= at_once - 1e-6
+    if quiet > longest:
+        # All of them have held for longer than any did, and none has ended: as long again, each.
+        assert told >= 1 / sum(1 / age for age in places.ages) * (1 - 1e-9)
+
+
+def errors(num_places: int, durations: Iterator[float], *, num_ends: int, num_ahead: int = 0) -> list[float]:
+    """Return by how many seconds what is told is too late, for who asks at any moment."""
+    places, draw, found = BusyPlaces(num_places), random.Random(7), []
+    ends = [next(durations) * (1 + place) / num_places for place in range(num_places)]  # one after the other
+    asked: list[tuple[int, float]] = []  # behind which end each has its turn, and the moment that it was told
+    next_asked = 0.0
+    for count in range(num_ends):
+        first = ends.index(min(ends))
+        while next_asked < ends[first]:
+            places.now = next_asked
+            if count >= 40:
+                asked.append((count + num_ahead, places.now + places.wait(num_ahead)))
+            next_asked += draw.expovariate(4.0)
+        places.now = ends[first]
+        found += [moment - places.now for number, moment in asked if number == count]
+        asked = [item for item in asked if item[0] > count]
+        places.end(first)
+        ends[first] += next(durations)
+    return found
+
+
+@pytest.mark.parametrize("num_places", [1, 4])
+@pytest.mark.parametrize("num_ahead", [0, 3])
+def test_of_requests_that_take_as_long_as_each_other_the_moment_is_exact(num_places: int, num_ahead: int) -> None:
+    found = errors(num_places, itertools.repeat(1.2), num_ends=300, num_ahead=num_ahead)
+    assert len(found) > 200 and max(map(abs, found)) < 0.001
+
+
+def test_of_requests_that_take_about_as_long_it_is_nearly_so() -> None:
+    draw = random.Random(1)
+    found = errors(1, (draw.uniform(1.1, 1.3) for _ in itertools.count()), num_ends=1000)
+    assert abs(sum(found) / len(found)) < 0.02
+    assert sorted(map(abs, found))[int(0.95 * len(found))] <= 0.1
+
+
+@pytest.mark.parametrize("num_places", [1, 4])
+@pytest.mark.parametrize("num_ahead", [0, 3])
+def test_of_requests_of_any_length_it_is_neither_early_nor_late_on_the_mean(num_places: int, num_ahead: int) -> None:
+    draw = random.Random(1)
+    durations = (draw.expovariate(1 / 1.2) for _ in itertools.count())
+    found = errors(num_places, durations, num_ends=1500, num_ahead=num_ahead)
+    wait = (num_ahead + 1) * 1.2 / num_places
+    assert abs(sum(found) / len(found)) < 0.25 * wait

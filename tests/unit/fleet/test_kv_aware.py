@@ -6,6 +6,7 @@ import random
 import pytest
 
 from penstock.fleet.adapters.interface import Load
+from penstock.fleet.adapters.registry import ADAPTERS
 from penstock.fleet.cached_blocks import CachedBlocks
 from penstock.fleet.router.policies.kv_aware import KvAware
 from penstock.fleet.router.ttft_model import TtftModel, prefill_work
@@ -101,6 +102,34 @@ def test_a_replica_with_work_before_it_is_passed_over_by_new_prompts(clock, repl
     policy = KvAware(seed=1)
     chosen = [policy.choose(make_query(prompt=prompt(number)), replicas).replica.name for number in range(8)]
     assert set(collections.Counter(chosen).values()) == {2}
+
+
+@pytest.mark.parametrize(("kind", "waits"), [("penstock", False), ("vllm", True)])
+def test_a_short_prompt_waits_for_a_long_one_only_where_it_does_not_pass(clock, replicas, kind, waits):
+    policy = KvAware(seed=1)
+    (replica,) = replicas[:1]
+    replica.adapter = ADAPTERS.load(kind)
+    alone = policy.choose(make_query(prompt=prompt(1, 640)), [replica])
+    policy.on_end(alone)
+    policy.choose(make_query(prompt=prompt(2, 64_000)), [replica])
+    behind = policy.choose(make_query(prompt=prompt(3, 640)), [replica])
+    assert alone.predicted_ttft_seconds is not None and behind.predicted_ttft_seconds is not None
+    assert (behind.predicted_ttft_seconds > 2 * alone.predicted_ttft_seconds) is waits
+    # A prompt that is as long or longer waits in any case.
+    longer = policy.choose(make_query(prompt=prompt(4, 64_000)), [replica])
+    assert longer.predicted_ttft_seconds is not None
+    assert longer.predicted_ttft_seconds > 15 * alone.predicted_ttft_seconds
+
+
+def test_a_short_prompt_keeps_out_of_the_way_of_long_ones(clock, replicas):
+    policy = KvAware(seed=1)
+    for number in range(3):
+        policy.choose(make_query(prompt=prompt(number, 64_000)), replicas[:1])
+        # The other was given as much, and has done it.
+        policy.on_end(policy.choose(make_query(prompt=prompt(number + 4, 64_000)), replicas[1:2]))
+    # It would pass all three there; here it waits for one that is as long as itself, and nobody waits for it.
+    policy.choose(make_query(prompt=prompt(8, 640)), replicas[1:2])
+    assert policy.choose(make_query(prompt=prompt(9, 640)), replicas[:2]).replica is replicas[1]
 
 
 def test_prompts_whose_time_has_passed_are_not_waited_for(clock, replicas):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.fleet.adapters.registry import ADAPTERS
 from penstock.fleet.router.policies.adapter_affinity import AdapterAffinity
 from penstock.fleet.router.policies.least_loaded import LeastLoaded
 from penstock.fleet.router.policies.power_of_two import PowerOfTwo
@@ -119,6 +120,50 @@ def test_an_adapter_lives_on_few_replicas_and_takes_the_freer_one():
         chosen.num_in_flight += 1
         homes.add(chosen.name)
     assert len(homes) == 2
+
+
+def test_an_adapter_that_everybody_asks_for_comes_to_live_on_more_replicas():
+    replicas = [make_replica(number) for number in range(8)]
+    policy = AdapterAffinity()
+    for number in range(160):
+        name = "rare" if number % 20 == 0 else "hot"
+        policy.choose(make_query(adapter=name), replicas).replica.num_in_flight += 1
+    # Twice the mean is what a replica may have, and one more that was on its way.
+    assert max(replica.num_in_flight for replica in replicas) <= 2 * 160 / 8 + 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"adapter": "legal"}, {"lora_path": "legal"}, {"adapter_id": "legal"}, {"adapter": "", "lora_path": "legal"}],
+)
+def test_an_adapter_is_known_by_whichever_name_a_server_has_for_it(fields):
+    replicas = [make_replica(number) for number in range(6)]
+    first = AdapterAffinity().choose(make_query(adapter="legal"), replicas)
+    chosen = AdapterAffinity().choose(make_query(**fields), replicas)
+    assert chosen.replica is first.replica and chosen.reason == first.reason
+    assert make_query(prompt="a" * 300, **fields).prefix_hashes != make_query(prompt="a" * 300).prefix_hashes
+
+
+@pytest.mark.parametrize("odd", [["a", None], {"a": 1}, 7, None, ""])
+def test_what_is_no_adapters_name_is_for_the_server_to_refuse(odd):
+    assert make_query(lora_path=odd, adapter_id=odd).adapter == ""
+
+
+def test_a_model_that_replicas_list_as_an_adapter_is_one():
+    listed = (
+        b'{"data": [{"id": "tiny", "parent": "base"}, {"id": "base", "parent": null}, {"id": "odd", "parent": "odd"}]}'
+    )
+    models = ADAPTERS.load("vllm").models(listed)
+    assert [model.is_adapter for model in models] == [True, False, False]
+    replicas = [make_replica(number) for number in range(6)]
+    for replica in replicas:
+        replica.models = models
+    policy, homes = AdapterAffinity(), set()
+    for _ in range(10):
+        chosen = policy.choose(make_query(), replicas)  # of the model tiny
+        chosen.replica.num_in_flight += 1
+        homes.add(chosen.replica.name)
+    assert len(homes) == 2 and "adapter" in chosen.reason
 
 
 def test_equal_beginnings_have_equal_hashes_and_tenants_share_none():

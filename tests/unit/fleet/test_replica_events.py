@@ -1,4 +1,4 @@
-"""What the gateway's log tells of replicas: ejections, returns, streams that moved, keys that are missing."""
+"""What the gateway's log tells of replicas: who comes and goes, ejections, moved streams, keys that are missing."""
 
 import logging
 import ssl
@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from penstock.fleet.config import HealthSection, ReplicaEntry
+from penstock.fleet.discovery.registration import Registration
 from penstock.fleet.replica import ReplicaPool
 from penstock.fleet.router.replica_client import ReplicaUnreachable
 from penstock.fleet.router.upstream import note_failure
@@ -51,6 +52,72 @@ async def test_a_replica_without_tls_at_an_https_url_is_called_that(caplog):
             assert "no TLS connection comes about" in running.gateway.pool.find(url).breaker.reason
 
 
+FOUND, LOST = "a replica was found", "a replica was lost"
+
+
+def test_who_comes_and_goes_is_a_line_each_with_its_source_and_the_reason(clock, caplog):
+    pool = ReplicaPool(HealthSection(), clock)
+    registration = Registration(pool, lease_seconds=10)
+    one, other = ReplicaEntry(url="http://one:80"), ReplicaEntry(url="http://other:80")
+    pool.replace("static", [one])
+    for _ in range(3):  # heartbeats
+        registration.register(other)
+    assert lines(caplog, FOUND) == [
+        {"replica": "one:80", "source": "static"},
+        {"replica": "other:80", "source": "registration"},
+    ]
+    registration.leave(other.url)
+    registration.register(one)
+    pool.find(one.url).num_in_flight = 2
+    pool.replace("static", [], lambda url: f"{url} was struck out")
+    clock.now += 10
+    registration.expire()
+    assert lines(caplog, FOUND)[2:] == [{"replica": "one:80", "source": "registration", "also_known_to": "static"}]
+    assert lines(caplog, LOST) == [
+        {
+            "replica": "other:80",
+            "source": "registration",
+            "reason": "its registration was taken back",
+            "open_requests": 0,
+        },
+        {
+            "replica": "one:80",
+            "source": "static",
+            "reason": "http://one:80 was struck out",
+            "known_to": "registration",
+        },
+        {
+            "replica": "one:80",
+            "source": "registration",
+            "reason": "it was not heard from for 10 s",
+            "open_requests": 2,
+        },
+    ]
+    assert not list(pool)
+
+
+def test_a_replica_that_changes_its_kind_is_lost_and_found(clock, caplog):
+    pool = ReplicaPool(HealthSection(), clock)
+    for kind in ("penstock", "vllm"):
+        pool.add("registration", ReplicaEntry(url="http://one:80", kind=kind))
+    assert [line["reason"] for line in lines(caplog, LOST)] == [
+        "its kind or key_file has changed: it is taken for another"
+    ]
+    assert len(lines(caplog, FOUND)) == 2
+
+
+def test_a_fleet_that_comes_and_goes_all_the_time_does_not_fill_the_log(clock, caplog):
+    pool = ReplicaPool(HealthSection(), clock)
+    entries = [ReplicaEntry(url=f"http://replica-{number}:80") for number in range(100)]
+    for _ in range(5):
+        pool.replace("dns", entries)
+        pool.replace("dns", [])
+    assert len(caplog.records) == 200
+    clock.now += 60
+    pool.replace("dns", entries[:1])
+    assert caplog.records[-1].penstock_fields["lines_left_out"] == 800
+
+
 def test_an_ejection_and_a_return_are_lines_with_reason_and_duration(clock, caplog):
     pool = ReplicaPool(HealthSection(first_backoff_seconds=2.0), clock)
     breaker = pool.add("test", ReplicaEntry(url="http://replica:80")).breaker
@@ -87,7 +154,7 @@ def test_a_replica_that_comes_and_goes_all_the_time_does_not_fill_the_log(clock,
         breaker.on_probe(True)
         breaker.on_probe(False, "draining")
         clock.now += 0.1
-    assert len(caplog.records) <= 20
+    assert 10 <= len(lines(caplog, "a replica is")) <= 20
 
 
 async def test_a_stream_that_moves_is_a_line_that_names_both_replicas(caplog):

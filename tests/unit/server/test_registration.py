@@ -102,7 +102,10 @@ async def test_a_gateway_that_is_not_there_holds_up_nothing():
         await asyncio.wait_for(registrations.leave(), 2)
 
 
-@pytest.mark.parametrize("text", ["", "gateway:8080", "ftp://a", "http://", "unix:", "http://a/b", "http://10.0.0.1:1"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "gateway:8080", "ftp://a", "http://", "unix:", "http://a/b", "http://10.0.0.1:1", "http://[::1", "http://a:b"],
+)
 def test_what_names_no_gateway_that_could_reach_us_is_refused(text):
     with pytest.raises(ConfigError):
         read_gateways(text, "127.0.0.1")

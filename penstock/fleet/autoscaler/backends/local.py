@@ -120,11 +120,11 @@ class LocalProcesses(ScaleBackend):
             leaving = sorted(reversed(self._children), key=lambda child: order.get(child.url, len(order)))
             for child in leaving[: len(leaving) - count]:
                 self._children.remove(child)
-                self._drain(child)
+                self._drain(child, "it is not needed any more")
 
     async def close(self) -> None:
         for child in self._children:
-            self._drain(child)
+            self._drain(child, "the gateway ends")
         self._children.clear()
         await asyncio.gather(*self._draining, *self._joining)
 
@@ -254,8 +254,8 @@ class LocalProcesses(ScaleBackend):
         self._failed_at, self._start_after, self._is_doubtful = now, now + seconds, True
         log_event(log, f"the next replica is started after a pause of {seconds:g} s", level=logging.WARNING)
 
-    def _drain(self, child: _Child) -> None:
-        self._pool.remove(self._source, child.url)
+    def _drain(self, child: _Child, reason: str) -> None:
+        self._pool.remove(self._source, child.url, reason)
         _keep(self._draining, asyncio.create_task(self._end(child)))
 
     async def _end(self, child: _Child) -> None:
@@ -293,7 +293,7 @@ class LocalProcesses(ScaleBackend):
             return True
 
     def _forget(self, child: _Child) -> None:
-        self._pool.remove(self._source, child.url)
+        self._pool.remove(self._source, child.url, "its process has ended")
         if child.device is not None:
             self._used_devices.discard(child.device)
 

@@ -1,5 +1,7 @@
 """The replica that will answer soonest: what it must still compute, what waits before it, and what decodes beside.
 
+Where short prompts pass long ones, only those that are no longer are before it, and the longer ones wait for it: that
+counts as if it waited itself.
 The part of a prompt that a replica has cached costs nothing there, or a copy where its host tier has it
 (`fleet.prefix_index`). Speeds are learnt from the answers. What one replica has is not lightly computed on another; but
 the more often a prefix is met, the less that counts, so that one that everybody uses comes to live on several replicas.
@@ -36,6 +38,7 @@ class _Pending:
     ahead: PrefillWork  # with what was before it
     num_decoding: float
     sent: float
+    num_tokens: int  # of the whole prompt
 
 
 @dataclass(slots=True)
@@ -73,6 +76,7 @@ class KvAware(Policy):
         compute_weight = _COMPUTE_WEIGHT / (1.0 + heat)
         costs = [
             offer.seconds
+            + offer.delay_seconds
             + compute_weight * self._model.compute_seconds(offer.work)
             + _BALANCE_WEIGHT * (view.given_seconds - least_given)
             for offer, view in zip(offers, views, strict=True)
@@ -115,13 +119,25 @@ class KvAware(Policy):
         pieces = view.index.count_cached(query.prefix_hashes, replica.blocks)
         num_cached = pieces.num_cached * PIECE_TOKENS
         work = prefill_work(query.num_prompt_tokens, num_cached, pieces.num_on_host * PIECE_TOKENS)
-        ahead = self._queue(view, now).plus(work)
+        most_tokens = query.num_prompt_tokens if replica.adapter.runs_short_prompts_first else math.inf
+        ahead = self._queue(view, now, most_tokens).plus(work)
+        num_passed = sum(pending.num_tokens > most_tokens for pending in view.pending.values())
         # Others than this gateway may have sent it requests; those are taken to decode.
         num_decoding = max(float(view.num_decoding), replica.busyness - len(view.pending))
-        return _Offer(num_cached, work, ahead, num_decoding, self._model.seconds(ahead, num_decoding))
+        return _Offer(
+            num_cached,
+            work,
+            ahead,
+            num_decoding,
+            seconds=self._model.seconds(ahead, num_decoding),
+            delay_seconds=num_passed * self._model.work_seconds(work),
+        )
 
-    def _queue(self, view: _View, now: float) -> PrefillWork:
-        """What the replica has still to compute: since it last answered, it has worked on the oldest requests."""
+    def _queue(self, view: _View, now: float, most_tokens: float) -> PrefillWork:
+        """What the replica has still to compute of prompts up to a length.
+
+        Since it last answered, it has worked on the oldest requests.
+        """
         queue = PrefillWork()
         worked = None
         for pending in view.pending.values():
@@ -130,6 +146,8 @@ class KvAware(Policy):
             seconds = self._model.work_seconds(pending.work)
             done = min(seconds, worked)
             worked -= done
+            if pending.num_tokens > most_tokens:
+                continue
             queue = queue.plus(pending.work, 1.0 - done / seconds if seconds > 0 else 0.0)
         return queue
 
@@ -141,7 +159,9 @@ class KvAware(Policy):
             cached_tokens=offer.num_cached,
         )
         hashes = query.prefix_hashes
-        view.pending[choice] = _Pending(hashes, offer.work, offer.ahead, offer.num_decoding, now)
+        view.pending[choice] = _Pending(
+            hashes, offer.work, offer.ahead, offer.num_decoding, now, query.num_prompt_tokens
+        )
         view.given_seconds += self._model.work_seconds(offer.work)
         view.index.remember(hashes)
         return choice
@@ -162,3 +182,4 @@ class _Offer:
     ahead: PrefillWork
     num_decoding: float
     seconds: float
+    delay_seconds: float  # of the prompts that it would pass, together

@@ -7,16 +7,13 @@ from collections.abc import Sequence
 
 from penstock.fleet.replica import Replica
 from penstock.fleet.router.policies.interface import Choice, Policy
-from penstock.fleet.router.policies.rendezvous import ranked
+from penstock.fleet.router.policies.rendezvous import most_requests, ranked
 from penstock.fleet.router.query import RouteQuery
-
-_MAX_RATIO = 2.0  # of the mean number of requests; a replica beyond it passes sessions on to their next
-_FREE_REQUESTS = 4.0  # below so many nobody is overloaded
 
 
 class SessionAffinity(Policy):
     def choose(self, query: RouteQuery, candidates: Sequence[Replica]) -> Choice:
-        bound = max(_FREE_REQUESTS, _MAX_RATIO * sum(item.busyness for item in candidates) / len(candidates))
+        bound = most_requests(candidates)
         order = ranked(f"{query.tenant}\0{query.session}", candidates)
         for place, replica in enumerate(order):
             if replica.busyness <= bound:

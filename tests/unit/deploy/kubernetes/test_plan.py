@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config import gather
+from penstock.deploy.kubernetes.locality import is_path
 from penstock.deploy.kubernetes.plan import make_plan
 from penstock.deploy.kubernetes.settings import Settings, read_settings
 from penstock.errors import ConfigError
@@ -60,10 +61,10 @@ def test_a_flag_stands_above_the_table(tmp_path):
     assert (settings.replicas, settings.name) == (5, "a")
 
 
-def test_an_option_that_is_called_deploy_is_still_no_option(tmp_path):
+def test_deploy_is_a_table(tmp_path):
     config = tmp_path / "penstock.toml"
     config.write_text("deploy = 3\n")
-    with pytest.raises(ConfigError, match="no such option"):
+    with pytest.raises(ConfigError, match=r"^deploy: 3 .* table: \[deploy\]"):
         gather({}, environ={}, file=config)
 
 
@@ -121,9 +122,31 @@ def test_a_secret_is_refused_and_not_repeated(option, setting):
         ("prometheus_url", "prometheus"),
     ],
 )
-def test_a_wrong_setting_is_named(name, value):
-    with pytest.raises(ConfigError, match=f"deploy.{name}"):
+def test_a_wrong_setting_is_named_as_it_was_written(name, value):
+    with pytest.raises(ConfigError, match=f"^deploy.{name}: "):
+        read_settings({name: value}, {})
+    with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')}: "):
         smallest(**{name: value})
+
+
+def test_a_setting_that_there_is_not_is_named_with_those_that_there_are():
+    with pytest.raises(ConfigError, match=r"^\[deploy\] replica: 3 .* no such .* replicas, max_repl"):
+        read_settings({"replica": 3, "name": "x"}, {})
+
+
+@pytest.mark.parametrize("address", ["http://[::1", "http://a:b", ",,", "ftp://10.0.0.1"])
+def test_what_can_be_no_gateway_is_refused(address):
+    with pytest.raises(ConfigError, match=r"--gateway: .* a gateway's URL"):
+        make_plan(gather({"gateway": address}, environ={}), None, {})
+
+
+def test_a_model_of_a_name_that_no_file_can_have_is_no_path():
+    assert not is_path("x" * 5000)
+
+
+def test_a_file_without_an_end_is_refused():
+    with pytest.raises(ConfigError, match="must fit a ConfigMap"):
+        make_plan(gather({"chat_template": "/dev/zero"}, environ={}), None, {})
 
 
 def planned(folder: Path, fleet: str = "", *, deploy: str = "", **options: str):
@@ -260,6 +283,7 @@ def test_every_option_survives(tmp_path):
         choices = item.metadata.get("choices")
         kind = next((kind for kind in values if kind.__name__ in str(item.type)), None)
         value = choices[-1] if choices else values[kind] if kind else "1GiB"
+        value = "http://10.0.0.1:8080" if item.name == "gateway" else value
         value = str(item.metadata["low"]) if kind is int and item.metadata["low"] > 16 else value
         sourced = gather({item.name: value}, environ={})
         plan = make_plan(sourced, None, {})

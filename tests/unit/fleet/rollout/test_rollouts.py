@@ -273,7 +273,7 @@ async def test_a_gateway_says_what_it_serves_until_it_stops(tmp_path):
     book = RolloutStore(database)
     async with two_versions(book=book) as (running, _, other):
         assert [msgspec.json.decode(text) for text in book.announced(60.0)] == [{"tiny": ["b", "stable"]}]
-        running.gateway.pool.remove("static", other.url)
+        running.gateway.pool.remove("static", other.url, "gone")
         await running.gateway.rollouts.controller.look()
         assert [msgspec.json.decode(text) for text in book.announced(60.0)] == [{"tiny": ["stable"]}]
     assert book.announced(60.0) == []
