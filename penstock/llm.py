@@ -1,6 +1,6 @@
 """A model in this very process: prompts in, completions out, no server.
 
-The same engine, scheduler and text assembly as the server's, without the sockets between them. One thread at a time.
+The same engine, scheduler and text assembly as the server's, without the sockets between them. Threads take turns.
 """
 
 import asyncio
@@ -128,17 +128,20 @@ class LLM:
         self._engine = built.engine
         self._next_id = 0
         self._is_closed = False
+        # A run takes every event of the engine, others' too. Whoever handles a Ctrl-C within one may close the model.
+        self._turn = threading.RLock()
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
         """Continue each prompt (text or token ids). One `SamplingParams` for all, or one for each.
 
-        Raises RequestError before any of them runs, where one cannot.
+        Raises RequestError before any of them runs, where one cannot. Threads that call at once are answered in turn.
         """
         ids = self._all_ids(prompts)
         each = self._params_for(ids, params)
-        done = self._run(ids, each)
+        with self._turn:
+            done = self._run(ids, each)
         return [request.completion(chosen) for request, chosen in zip(done, each, strict=True)]
 
     def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Completion:
@@ -156,13 +159,15 @@ class LLM:
         """Return each prompt token's log-probability given those before it; the first has none."""
         ids = self._all_ids(prompts)
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        done = self._run(ids, [params] * len(ids))
+        with self._turn:
+            done = self._run(ids, [params] * len(ids))
         return [[None if score is None else score.logprob for score in request.read_prompt()] for request in done]
 
     def close(self) -> None:
-        """Let go of the model. What is asked afterwards raises EngineUnavailable."""
-        self._is_closed = True
-        self._engine.runner.close()
+        """Let go of the model, behind the runs of other threads. What is asked afterwards raises EngineUnavailable."""
+        with self._turn:
+            self._is_closed = True
+            self._engine.runner.close()
 
     def __enter__(self) -> "LLM":
         return self

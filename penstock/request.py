@@ -138,6 +138,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise InvalidParameter("logit_bias", {token_id: bias}, right)
         for token_id in self.stop_token_ids:
             _check_token("stop_token_ids", token_id, vocab_size)
+        if self.min_tokens and len(self.stop_token_ids) >= vocab_size == len(set(self.stop_token_ids)):
+            raise InvalidParameter("min_tokens", self.min_tokens, "give it where some token is not in stop_token_ids")
 
 
 # What a parameter's type is called to whoever gave another.

@@ -80,14 +80,14 @@ class Supervisor:
         self._workers: dict[int, asyncio.subprocess.Process] = {}
         self._client: EngineClient | None = None
         self._refused: str | None = None
-        port = self._listener.getsockname()[1]
+        host, port = self._listener.getsockname()[:2]
+        self._address = local_address(host), port  # kept: a drain closes the listener
         self._registrations = Registrations(config.gateways, config.host, port, os.environ.get("PENSTOCK_API_KEY"))
 
     @property
     def url(self) -> str:
         """Where a client on this machine finds the server."""
-        host, port = self._listener.getsockname()[:2]
-        return f"http://{joined(local_address(host), port)}"
+        return f"http://{joined(*self._address)}"
 
     @property
     def admin_url(self) -> str:
@@ -211,7 +211,10 @@ class Supervisor:
     # ------------------------------------------------------------ API workers
 
     async def _keep_worker(self, index: int) -> None:
-        """Run one API worker, again and again if it dies; tell the engine of the dead."""
+        """Run one API worker, again and again if it dies; tell the engine of the dead.
+
+        Raises StartFailed where it cannot be started and no other answers: who is served meanwhile stays so.
+        """
         generation = 0
         restarts = Restarts()
         while not self._draining.is_set():
@@ -221,7 +224,7 @@ class Supervisor:
                 self._client.say_goodbye(identity)
             if self._draining.is_set():
                 return
-            if restarts.are_hopeless:
+            if restarts.are_hopeless and not await _answers(*self._address, "/live") and not self._draining.is_set():
                 raise StartFailed("an API worker died again and again while it started; see the log above")
             status = self._workers[index].returncode
             log_event(log, "an API worker ended and is started again", level=logging.ERROR, worker=index, status=status)
@@ -286,8 +289,7 @@ class Supervisor:
         assert self._client is not None
         info = await self._client.wait_ready()
         self.timeline.extend(info.timeline)
-        host, port = self._listener.getsockname()[:2]
-        while not await _answers(local_address(host), port, "/ready"):  # noqa: ASYNC110 - another process's state has no event
+        while not await _answers(*self._address, "/ready"):  # noqa: ASYNC110 - another process's state has no event
             await asyncio.sleep(0.05)
         self.timeline.mark("API workers")
         self._on_ready(self)

@@ -88,6 +88,18 @@ def test_while_one_of_two_workers_is_replaced_whoever_asks_is_answered(model):
         assert set(answers) == {200}
 
 
+def test_a_worker_that_never_comes_to_serve_leaves_the_others_serving(model):
+    with ServerProcess(str(model), *DUMMY, "--device", "simulated", "--workers", "2") as server:
+        server.wait_ready()
+        serving, victim = server.worker_pids
+        for _ in range(6):  # once while it serves, then as often as would end a server that nobody else answers for
+            os.kill(victim, signal.SIGKILL)
+            until(lambda dead=victim: set(server.worker_pids) - {serving, dead}, 30, "another start")
+            (victim,) = set(server.worker_pids) - {serving}
+        assert ask(server).status_code == 200
+        assert serving in server.worker_pids
+
+
 async def test_an_engine_that_stands_still_is_not_ready_and_recovers(server, patience):
     calls = await opened(server, 2, max_tokens=700)
     engine = server.engine_pid

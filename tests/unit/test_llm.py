@@ -272,6 +272,24 @@ def test_threads_other_than_the_main_one_generate(llm):
     assert len(answers) == 1
 
 
+def test_threads_that_call_at_once_each_get_their_own_answers(llm):
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    prompts = [[[5 + thread, 6 + index] for index in range(6)] for thread in range(3)]
+    expected = [[answer.token_ids for answer in llm.generate(own, params)] for own in prompts]
+    answers = [[] for _ in prompts]
+
+    def ask(thread):
+        answers[thread] += [answer.token_ids for answer in llm.generate(prompts[thread], params)]
+
+    # Daemons: who waits for ever must not keep the tests from ending.
+    threads = [threading.Thread(target=ask, args=(thread,), daemon=True) for thread in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert answers == expected
+
+
 def test_the_shortest_context_that_holds_a_prompt_and_an_answer_is_served(tmp_path):
     write_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 512, "max_position_embeddings": 2}))

@@ -33,6 +33,8 @@ def test_the_defaults_are_usable() -> None:
         {"prompt_logprobs": MAX_LOGPROBS},
         {"logit_bias": {0: -100.0, VOCAB - 1: 100.0}},
         {"stop_token_ids": (0, VOCAB - 1)},
+        {"stop_token_ids": tuple(range(VOCAB))},
+        {"min_tokens": 1, "stop_token_ids": tuple(range(1, VOCAB))},
     ],
 )
 def test_values_at_the_limits_are_usable(values: dict[str, Any]) -> None:
@@ -65,6 +67,7 @@ def test_values_at_the_limits_are_usable(values: dict[str, Any]) -> None:
         ({"logit_bias": {1: 101.0}}, "logit_bias"),
         ({"logit_bias": {1: math.nan}}, "logit_bias"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
+        ({"min_tokens": 1, "stop_token_ids": tuple(range(VOCAB))}, "min_tokens"),
     ],
 )
 def test_a_value_beyond_its_limits_is_refused_by_name(values: dict[str, Any], named: str) -> None:
