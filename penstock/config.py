@@ -205,7 +205,8 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 def parse_bytes(option: str, text: str) -> int:
     """Return the number of bytes in "512MiB", "2GB" or "1048576"."""
-    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    units |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in units:
         raise ConfigError(option, text, "give a number of bytes such as 512MiB or 2GiB")

@@ -99,6 +99,7 @@ def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
         ("512MiB", 512 * 2**20),
         ("1.5 gib", 3 * 2**29),
         (" 2GB ", 2 * 10**9),
+        ("1TiB", 2**40),
         ("9" * 400 + "GiB", 2**63),
     ],
 )
