@@ -12,6 +12,7 @@ from penstock.store.ledger import UsageLedger
 from penstock.tenants import KeyTerms, Limits
 from tests.fakes.fake_replica import FakeReplica
 from tests.fakes.gateway_process import MODEL, GatewayProcess, start_replica, write_simulated_model
+from tests.server_process import until
 
 FOREIGN_FLEET = """
 [[replicas]]
@@ -68,6 +69,8 @@ async def test_two_gateways_admit_exactly_the_limit_and_book_exactly_what_was_se
                 limited = [ask(number, "limited") for number in range(40)]
                 free = [ask(number, "free") for number in range(40)]
                 statuses = await asyncio.gather(*limited, *free)
+                # Refusals are written behind their answers, and gateways are killed at the end.
+                await asyncio.to_thread(until, lambda: ledger(path)["limited"].refused == 20, 10, "what was refused")
     # 10 tokens each: twenty fit into 205, whichever gateway they come through.
     assert (statuses[:40].count(200), statuses[:40].count(429)) == (20, 20)
     assert statuses[40:] == [200] * 40
