@@ -136,6 +136,14 @@ def test_the_gateway_finds_a_replica_on_each_node_and_asks_them_itself(fleet):
     assert ask(fleet.url).json()["usage"]["completion_tokens"] == 8
 
 
+def test_the_directory_is_in_no_replicas_placement_group(driver, fleet):
+    from ray.util.state import list_actors
+
+    (directory,) = list_actors(filters=[("name", "=", "directory:fleet")], detail=True)
+    assert directory.state == "ALIVE"
+    assert directory.placement_group_id is None, "it would end with the replica that made it"
+
+
 def test_scaling_down_cuts_no_stream_and_scaling_up_brings_a_replica(cluster, fleet):
     streams = Streams(fleet, 2, 150)
     assert asyncio.run(scale(cluster, 1)) == 1

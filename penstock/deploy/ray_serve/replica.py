@@ -134,6 +134,9 @@ class PenstockReplica:
                 "lifetime": "detached",
                 "max_restarts": -1,
                 "num_cpus": 0,
+                # Not in this replica's placement group, as whatever Serve's replicas start is unless it says so: with
+                # the group the directory would go, and could be started nowhere again.
+                "scheduling_strategy": "DEFAULT",
             }
             self._directory = ray.remote(ReplicaDirectory).options(**options).remote()
         return self._directory
