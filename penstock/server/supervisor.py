@@ -219,7 +219,7 @@ class Supervisor:
         restarts = Restarts()
         while not self._draining.is_set():
             identity = f"worker-{index}-{generation}".encode()
-            restarts.note_end(has_served=await self._run_worker(index, identity))
+            restarts.note_end(has_served=await self._run_worker(index, identity, is_replacement=generation > 0))
             if self._client is not None:
                 self._client.say_goodbye(identity)
             if self._draining.is_set():
@@ -231,7 +231,7 @@ class Supervisor:
             generation += 1
             await asyncio.sleep(restarts.pause_seconds)
 
-    async def _run_worker(self, index: int, identity: bytes) -> bool:
+    async def _run_worker(self, index: int, identity: bytes, *, is_replacement: bool) -> bool:
         """Run one API worker process to its end; return whether it ever served."""
         reading, writing = os.pipe()
         # Nobody may be waited for here: the worker may have left the other end to a process of its own.
@@ -239,14 +239,16 @@ class Supervisor:
         with io.FileIO(reading) as notices:
             try:
                 # One worker serves the admin socket.
-                worker = await self._spawn_worker(identity, writing, admin=index == 0)
+                worker = await self._spawn_worker(identity, writing, index == 0, is_replacement)
             finally:
                 os.close(writing)
             self._workers[index] = worker
             await worker.wait()
             return bool(notices.read(1))
 
-    async def _spawn_worker(self, identity: bytes, notice_fd: int, *, admin: bool) -> asyncio.subprocess.Process:
+    async def _spawn_worker(
+        self, identity: bytes, notice_fd: int, admin: bool, is_replacement: bool
+    ) -> asyncio.subprocess.Process:
         inherited = (self._listener.fileno(), notice_fd, *([self._admin.fileno()] if admin else []))
         setup = WorkerSetup(
             config=self.config,
@@ -256,6 +258,7 @@ class Supervisor:
             parent_pid=os.getpid(),
             listen_fd=self._listener.fileno(),
             notice_fd=notice_fd,
+            is_replacement=is_replacement,
             admin_fd=self._admin.fileno() if admin else None,
         )
         worker = await asyncio.create_subprocess_exec(

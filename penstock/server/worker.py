@@ -170,7 +170,8 @@ async def serve(setup: WorkerSetup) -> None:
         if context.tenancy.database is not None:
             batches = BatchRunner(context, context.tenancy.database)
             batches.start()
-        await _meet(engine)
+        if setup.is_replacement:
+            await _meet(engine)
         await Worker(setup, context).run()
     finally:
         if batches is not None:
@@ -186,8 +187,8 @@ async def serve(setup: WorkerSetup) -> None:
 async def _meet(engine: EngineClient) -> None:
     """Wait for the word of an engine that is there, but may be in a step: until then this worker could only refuse.
 
-    Its callers wait for it, or are another worker's. Where there is no engine, or it stands still, return at once:
-    somebody must tell them.
+    Its callers wait for it, or are another worker's; a server that starts tells its own at once, who may go elsewhere.
+    Where there is no engine, or it stands still, return at once: somebody must tell them.
     """
     deadline = time.monotonic() + _MEETING_SECONDS
     while not engine.connected and engine.pulse_age_seconds < MAX_STILL_SECONDS and time.monotonic() < deadline:

@@ -16,4 +16,5 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     parent_pid: int  # asked for here, because by the time a child could look its parent may be gone
     listen_fd: int  # an inherited socket that already listens
     notice_fd: int  # an inherited pipe, into which it writes a byte once it serves
+    is_replacement: bool = False  # of a worker that has ended
     admin_fd: int | None = None  # the admin socket, likewise, for the one worker that serves it
