@@ -108,6 +108,7 @@ def setup_for(folder: Path, listener: socket.socket, notice_fd: int, **changes: 
             parent_pid=os.getpid(),
             listen_fd=listener.fileno(),
             notice_fd=notice_fd,
+            is_replacement=True,
         )
     )
 
@@ -167,7 +168,7 @@ async def test_a_worker_serves_what_the_engine_makes(engine, start):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to see a process's children")
-async def test_a_worker_that_starts_while_the_engine_is_in_a_long_step_refuses_nobody(engine, start, other):
+async def test_a_worker_that_replaces_another_while_the_engine_is_in_a_long_step_refuses_nobody(engine, start, other):
     engine.may_step.clear()
     params = SamplingParams(max_tokens=1)
     other.submit(prompt=[1, 2, 3], params=params, request_id="long", arrival=time.monotonic())
