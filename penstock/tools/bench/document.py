@@ -49,7 +49,7 @@ class FleetFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: str
     busy_seconds: list[float]  # of its device, with steps, be it with a single row that decodes
-    work_seconds: list[float] = []  # of that, what tokens and copies cost beyond what every step costs anyway
+    work_seconds: list[float]  # of that, what tokens and copies cost beyond what every step costs anyway
     computed_tokens: list[int]  # prompt tokens that it had not cached
     replica_seconds: float  # of all, from start to end
     infinite_cache_tokens: int  # prompt tokens that a single cache without a limit would have had
@@ -57,8 +57,7 @@ class FleetFigures(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def imbalance(self) -> float:
         """The most work of a replica over the mean."""
-        work = self.work_seconds or self.busy_seconds  # older reports have the second only
-        return max(work) * len(work) / (sum(work) or 1.0)
+        return max(self.work_seconds) * len(self.work_seconds) / (sum(self.work_seconds) or 1.0)
 
     @property
     def utilization(self) -> float:

@@ -1,6 +1,7 @@
 """Client and engine process over a real Unix socket, with the fake model behind the real scheduler."""
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -75,12 +76,19 @@ def running(tmp_path):
     engine.stop()
 
 
-@pytest.fixture
-async def client(running, tmp_path):
-    client = await EngineClient.connect(str(tmp_path / "engine.sock"), b"worker-0")
+@contextlib.asynccontextmanager
+async def connected(folder, identity):
+    """A worker's connection to the engine in a folder."""
+    client = await EngineClient.connect(str(folder / "engine.sock"), identity)
     await asyncio.wait_for(client.wait_ready(), 5)
     yield client
     await client.close()
+
+
+@pytest.fixture
+async def client(running, tmp_path):
+    async with connected(tmp_path, b"worker-0") as client:
+        yield client
 
 
 def ask(client, name="a", prompt=(1, 2, 3), **params):

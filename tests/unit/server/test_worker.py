@@ -14,13 +14,12 @@ import httpx
 import pytest
 
 from penstock.child_setup import encode_setup
-from penstock.engine.client import EngineClient
 from penstock.models.store import ModelFiles
 from penstock.request import SamplingParams
 from penstock.server.worker_setup import WorkerSetup
 from penstock.stop_signals import OPERATORS_SIGNALS, OWNERS_SIGNAL
 from tests.fakes.tiny_tokenizer import write_tokenizer
-from tests.unit.engine.test_client import RunningEngine
+from tests.unit.engine.test_client import RunningEngine, connected
 from tests.unit.server.conftest import MODEL, make_config, until
 from tests.unit.server.sse import events_in
 
@@ -53,11 +52,8 @@ def engine(tmp_path):
 
 @pytest.fixture
 async def other(engine, tmp_path):
-    """Another worker's connection to the engine."""
-    client = await EngineClient.connect(str(tmp_path / "engine.sock"), b"worker-1")
-    await asyncio.wait_for(client.wait_ready(), 5)
-    yield client
-    await client.close()
+    async with connected(tmp_path, b"worker-1") as client:
+        yield client
 
 
 class RunningWorker:
