@@ -1,6 +1,7 @@
 """The sockets a server listens on: its port, and the admin routes' own.
 
-Bound before anything costly starts, and handed to the API workers. Knows nothing of what is served on them.
+Bound before anything costly starts. An API worker listens on its port when it can accept: whoever comes earlier is
+refused, and may go elsewhere. Knows nothing of what is served on them.
 """
 
 import errno
@@ -11,6 +12,8 @@ from pathlib import Path
 from penstock.errors import ConfigError
 from penstock.loopback import ANY_ADDRESS, ANY_IPV4_ADDRESS
 from penstock.server.config import admin_address
+
+_BACKLOG = 2048
 
 
 def joined(host: str, port: int) -> str:
@@ -35,7 +38,7 @@ def listen_for_admin(wanted: str | None, folder: Path) -> socket.socket:
         raise ConfigError("--admin-listen", wanted, f"it cannot be listened on ({error.strerror or error})") from error
     finally:
         os.umask(mask)
-    listener.listen(64)
+    listener.listen(_BACKLOG)
     listener.setblocking(False)
     return listener
 
@@ -57,7 +60,14 @@ def remove_socket(wanted: str | None) -> None:
 
 
 def listen(host: str, port: int, *, option: str = "--port") -> socket.socket:
-    """Bind before anything costly starts: a taken port is told at once."""
+    """Bind and listen: whoever comes from now on is answered, if not at once."""
+    listener = bind(host, port, option=option)
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
+    """Bind before anything costly starts: a port on which somebody listens is told at once."""
     if host == ANY_ADDRESS and not socket.has_dualstack_ipv6():
         host = ANY_IPV4_ADDRESS  # which is every address of a machine that knows no other kind
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -73,6 +83,5 @@ def listen(host: str, port: int, *, option: str = "--port") -> socket.socket:
             raise ConfigError("--host", host, "give an address of this machine") from error
         right = f"it cannot be listened on at {host} ({os.strerror(error.errno or 0)}); give another {option}"
         raise ConfigError(option, port, right) from error
-    listener.listen(2048)
     listener.setblocking(False)
     return listener

@@ -1,7 +1,7 @@
 """The parent of all processes of one server: starts them, watches them, restarts them, and ends them in order.
 
-Holds the listening socket, so that no connection is lost while an API worker is replaced. Never sees a request, never
-loads torch.
+Holds the socket on which API workers listen, so that no connection is lost while one of them is replaced. Never sees a
+request, never loads torch.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ from penstock.loopback import local_address
 from penstock.models.store import ModelFiles
 from penstock.server.config import ServerConfig
 from penstock.server.engine_watch import LOOK_SECONDS, EngineWatch, Patience
-from penstock.server.listeners import joined, listen, listen_for_admin, remove_socket
+from penstock.server.listeners import bind, joined, listen_for_admin, remove_socket
 from penstock.server.registration import Registrations
 from penstock.server.restarts import Restarts
-from penstock.server.worker_setup import WorkerSetup
+from penstock.server.worker_setup import WorkerNotice, WorkerSetup
 from penstock.stop_signals import OWNERS_SIGNAL, stop_signals
 from penstock.telemetry import log_event
 
@@ -72,7 +72,7 @@ class Supervisor:
         self._engine_module = engine_module
         self._patience = patience or Patience()
         self._folder = folder
-        self._listener = listen(config.host, config.port)
+        self._listener = bind(config.host, config.port)
         self._admin = listen_for_admin(config.admin, self._folder)
         self._stopping = asyncio.Event()
         self._draining = asyncio.Event()
@@ -213,17 +213,23 @@ class Supervisor:
     async def _keep_worker(self, index: int) -> None:
         """Run one API worker, again and again if it dies; tell the engine of the dead.
 
-        Raises StartFailed where it cannot be started and no other answers: who is served meanwhile stays so.
+        Raises StartFailed where it cannot be started and no other answers: who is served meanwhile stays so. Also where
+        its port is another server's: both were bound to it before either listened.
         """
         generation = 0
         restarts = Restarts()
         while not self._draining.is_set():
             identity = f"worker-{index}-{generation}".encode()
-            restarts.note_end(has_served=await self._run_worker(index, identity, is_replacement=generation > 0))
+            notice = await self._run_worker(index, identity, is_replacement=generation > 0)
+            restarts.note_end(has_served=notice is WorkerNotice.SERVES)
             if self._client is not None:
                 self._client.say_goodbye(identity)
             if self._draining.is_set():
                 return
+            if notice is WorkerNotice.PORT_TAKEN:
+                raise StartFailed(
+                    f"another server came to listen on {self.url} while this one started; give another --port"
+                )
             if restarts.are_hopeless and not await _answers(*self._address, "/live") and not self._draining.is_set():
                 raise StartFailed("an API worker died again and again while it started; see the log above")
             status = self._workers[index].returncode
@@ -231,8 +237,8 @@ class Supervisor:
             generation += 1
             await asyncio.sleep(restarts.pause_seconds)
 
-    async def _run_worker(self, index: int, identity: bytes, *, is_replacement: bool) -> bool:
-        """Run one API worker process to its end; return whether it ever served."""
+    async def _run_worker(self, index: int, identity: bytes, *, is_replacement: bool) -> WorkerNotice | None:
+        """Run one API worker process to its end; return what it said of its start."""
         reading, writing = os.pipe()
         # Nobody may be waited for here: the worker may have left the other end to a process of its own.
         os.set_blocking(reading, False)
@@ -244,7 +250,8 @@ class Supervisor:
                 os.close(writing)
             self._workers[index] = worker
             await worker.wait()
-            return bool(notices.read(1))
+            said = notices.read(1)
+            return WorkerNotice(said) if said else None
 
     async def _spawn_worker(
         self, identity: bytes, notice_fd: int, admin: bool, is_replacement: bool

@@ -7,6 +7,7 @@ Ends when its parent is gone. Never loads torch.
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -35,7 +36,7 @@ from penstock.server.prefix_file import DeclaredPrefix
 from penstock.server.readiness import MAX_STILL_SECONDS
 from penstock.server.shared_prefixes import SharedPrefixes, tokenize_prefixes
 from penstock.server.standstill import LOOK_SECONDS
-from penstock.server.worker_setup import WorkerSetup
+from penstock.server.worker_setup import WorkerNotice, WorkerSetup
 from penstock.stop_signals import OWNERS_SIGNAL, leave_to_owner
 from penstock.store.database import Database
 from penstock.telemetry import configure_logging, log_event
@@ -107,14 +108,31 @@ class Worker:
         loop.add_signal_handler(OWNERS_SIGNAL, self._on_signal)
         self._watch_parent()
         self._watch_time()
+        if not self._listen():
+            self._tell(WorkerNotice.PORT_TAKEN)
+            return
         await asyncio.gather(*[server.serve(sockets=[listener]) for server, listener in self._servers])
+
+    def _listen(self) -> bool:
+        """Let callers in; return whether they come to us and not to a server that was sooner."""
+        try:
+            for server, listener in self._servers:
+                listener.listen(server.config.backlog)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return False
+        return True
 
     def _note_started(self) -> None:
         """Tell the supervisor once all sockets are served."""
         if all(server.started for server, _ in self._servers):
-            with contextlib.suppress(BrokenPipeError):  # it is gone, as will soon be noticed
-                os.write(self._notice_fd, b"\n")
-            os.close(self._notice_fd)
+            self._tell(WorkerNotice.SERVES)
+
+    def _tell(self, notice: WorkerNotice) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it is gone, as will soon be noticed
+            os.write(self._notice_fd, notice.value)
+        os.close(self._notice_fd)
 
     def _on_signal(self) -> None:
         if self._context.answers.draining:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 
+from penstock.server.listeners import bind
 from tests.faults.caller import call, completion_body, tally
 from tests.faults.conftest import DUMMY, is_idle
 from tests.server_process import ServerProcess, until
@@ -98,6 +99,16 @@ def test_a_worker_that_never_comes_to_serve_leaves_the_others_serving(model):
             (victim,) = set(server.worker_pids) - {serving}
         assert ask(server).status_code == 200
         assert serving in server.worker_pids
+
+
+def test_of_two_servers_that_start_on_one_port_the_later_ends_and_says_why(model):
+    with bind("127.0.0.1", 0) as other:
+        port = str(other.getsockname()[1])
+        with ServerProcess(str(model), *DUMMY, "--device", "simulated", "--port", port) as server:
+            until(lambda: server.children("penstock.engine.process"), 60, "its port was free when it looked")
+            other.listen()
+            assert server.process.wait(60) == 2
+    assert f"another server came to listen on http://127.0.0.1:{port}" in server.output
 
 
 async def test_an_engine_that_stands_still_is_not_ready_and_recovers(server, patience):

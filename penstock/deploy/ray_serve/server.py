@@ -19,7 +19,7 @@ from penstock.fleet.replica import Replica, ReplicaPool
 from penstock.fleet.router.health import HealthMonitor
 from penstock.fleet.router.upstream import new_session
 from penstock.loopback import local_address
-from penstock.server.listeners import listen
+from penstock.server.listeners import bind
 from penstock.stop_signals import OWNERS_SIGNAL
 
 _START_POLL_SECONDS = 0.2
@@ -97,6 +97,6 @@ def _url(host: str, port: int) -> str:
 
 def _free_port(host: str) -> int:
     """Return a port that is free now. Should another take it first, the server ends, and its actor is started again."""
-    with listen(host, 0) as probe:
+    with bind(host, 0) as probe:
         port: int = probe.getsockname()[1]
         return port

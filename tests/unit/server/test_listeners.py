@@ -7,16 +7,22 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.loopback import local_address
-from penstock.server.listeners import joined, listen, listen_for_admin, remove_socket
+from penstock.server.listeners import bind, joined, listen, listen_for_admin, remove_socket
 
 
 def test_a_taken_port_is_told_with_its_option():
     with listen("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
-        with pytest.raises(ConfigError, match="give another --port"):
-            listen("127.0.0.1", port)
+        for take in (bind, listen):
+            with pytest.raises(ConfigError, match="give another --port"):
+                take("127.0.0.1", port)
         with pytest.raises(ConfigError, match="give another --admin-listen"):
             listen_for_admin(f"127.0.0.1:{port}", folder=None)
+
+
+def test_where_nobody_accepts_yet_callers_are_refused_and_may_go_elsewhere():
+    with bind("127.0.0.1", 0) as listener, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(listener.getsockname(), 5)
 
 
 def test_by_default_the_admin_socket_is_in_the_run_folder(tmp_path):

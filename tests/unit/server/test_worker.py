@@ -16,7 +16,8 @@ import pytest
 from penstock.child_setup import encode_setup
 from penstock.models.store import ModelFiles
 from penstock.request import SamplingParams
-from penstock.server.worker_setup import WorkerSetup
+from penstock.server.listeners import bind, listen
+from penstock.server.worker_setup import WorkerNotice, WorkerSetup
 from penstock.stop_signals import OPERATORS_SIGNALS, OWNERS_SIGNAL
 from tests.fakes.tiny_tokenizer import write_tokenizer
 from tests.unit.engine.test_client import RunningEngine, connected
@@ -121,8 +122,8 @@ def launch(command: list[str], document: bytes, listener: socket.socket, notice_
 async def start(tmp_path, notices):
     workers = []
 
-    async def start_worker(tokenizer: str | None = None, **changes: object) -> RunningWorker:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
+    async def start_worker(tokenizer: str | None = None, port: int = 0, take=bind, **changes: object) -> RunningWorker:
+        with take("127.0.0.1", port) as listener:
             document = setup_for(tmp_path, listener, notices[1], **changes)
             if tokenizer is not None:
                 (tmp_path / "tokenizer.json").write_text(tokenizer)
@@ -169,7 +170,7 @@ async def test_a_worker_that_replaces_another_while_the_engine_is_in_a_long_step
     params = SamplingParams(max_tokens=1)
     other.submit(prompt=[1, 2, 3], params=params, request_id="long", arrival=time.monotonic())
     await until(lambda: engine.engine.scheduler.requests)
-    worker = await start()
+    worker = await start(take=listen)  # as the one before it did
     ready = asyncio.create_task(worker.client.get("/ready"))
     completion = asyncio.create_task(worker.client.post("/v1/completions", json={**LONG, "max_tokens": 5}))
     await until(lambda: children_of(worker.process.pid))  # the template's, which is the last thing a start waits for
@@ -196,7 +197,7 @@ async def test_without_an_engine_a_worker_is_live_but_not_ready(start):
 async def test_a_worker_that_serves_says_so_once(engine, start, notices):
     worker = await start()
     await worker.wait_ready()
-    assert os.read(notices[0], 10) == b"\n"
+    assert os.read(notices[0], 10) == WorkerNotice.SERVES.value
     assert str(notices[1]) not in os.listdir(f"/proc/{worker.process.pid}/fd")
 
 
@@ -205,6 +206,14 @@ async def test_a_worker_that_cannot_start_does_not_say_that_it_serves(start, not
     assert await worker.ended() != 0
     with pytest.raises(BlockingIOError):
         os.read(notices[0], 10)
+
+
+async def test_a_worker_tells_that_another_server_was_sooner_to_listen(engine, start, notices):
+    with bind("127.0.0.1", 0) as other:
+        worker = await start(port=other.getsockname()[1])
+        other.listen()
+        assert await worker.ended() == 0
+    assert os.read(notices[0], 10) == WorkerNotice.PORT_TAKEN.value
 
 
 async def test_the_owners_first_signal_lets_open_requests_finish(engine, start):
