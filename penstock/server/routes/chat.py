@@ -1,56 +1,27 @@
 """/v1/chat/completions: messages in, the assistant's turn out."""
 
-from functools import partial
-
-from starlette.requests import Request
-from starlette.responses import Response
-
-from penstock.protocol.frames import FRAMES_HEADER
 from penstock.protocol.openai_chat import ChatChunk, ChatCompletion, ChatRequest
 from penstock.request import Tier, check_answer_fits
 from penstock.server.answer import Answer
 from penstock.server.answer_size import check_answer_size
-from penstock.server.body import read_request
+from penstock.server.answering import answer_handler
 from penstock.server.chat_reply import ChatReply
 from penstock.server.claim import claim_of
 from penstock.server.context import ServerContext
 from penstock.server.continuation import check_continuation, framed_params
-from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
-from penstock.server.generation import begin_answer, check_limits, open_call, preparing
+from penstock.server.endpoint import Access, Endpoint
+from penstock.server.generation import begin_answer, open_call, preparing
 from penstock.server.prompt import chat_prompt, check_prompt, likely_tokens
-from penstock.server.streaming import AnswerResponse
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
 
 
 def endpoints(context: ServerContext) -> list[Endpoint]:
-    async def create(request: Request) -> Response:
-        record, caller = record_of(request), caller_of(request)
-        chat = await read_request(
-            request,
-            ChatRequest,
-            context.config.max_body_bytes,
-            context.texts,
-            partial(check_limits, context, caller),
-            max_entries=context.max_entries,
-        )
-        frames = request.headers.get(FRAMES_HEADER)
-        answer, reply, is_framed = await begin_chat(context, caller, record, chat, frames=frames)
-        return AnswerResponse(
-            answer,
-            reply,
-            stream=chat.wants_stream,
-            record=record,
-            answers=context.answers,
-            standstill=context.standstill,
-            framed=is_framed,
-        )
-
     return [
         Endpoint(
             method="POST",
             path="/v1/chat/completions",
-            handler=create,
+            handler=answer_handler(context, ChatRequest, begin_chat),
             access=Access.CLIENT,
             summary="Continue a conversation",
             tag="OpenAI",
@@ -70,10 +41,7 @@ async def begin_chat(
     frames: str | None = None,
     tier: Tier = Tier.ONLINE,
 ) -> tuple[Answer, ChatReply, bool]:
-    """Check a request and start its answer, which the caller must deliver or abort. Raises PenstockError.
-
-    Also returns whether it goes in frames, which `frames`, a header, asks for.
-    """
+    """See `answering.Begin`."""
     info = await open_call(context, caller, record, chat, kind="chatcmpl")
     max_tokens, num_logprobs = chat.answer_limit(), chat.num_logprobs()
     params = chat.sampling_params(max_tokens=max_tokens, logprobs=num_logprobs)

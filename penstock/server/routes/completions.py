@@ -1,57 +1,29 @@
 """/v1/completions: texts or token ids in, their continuations out."""
 
 from dataclasses import replace
-from functools import partial
 
-from starlette.requests import Request
-from starlette.responses import Response
-
-from penstock.protocol.frames import FRAMES_HEADER
 from penstock.protocol.openai_completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
 from penstock.request import SamplingParams, Tier, check_answer_fits, prompt_names
 from penstock.server.answer import Answer, Prompt
 from penstock.server.answer_size import check_answer_size
-from penstock.server.body import read_request
+from penstock.server.answering import answer_handler
 from penstock.server.claim import claim_of
 from penstock.server.completion_reply import CompletionReply
 from penstock.server.context import ServerContext
 from penstock.server.continuation import check_continuation, framed_params
-from penstock.server.endpoint import Access, Endpoint, caller_of, record_of
-from penstock.server.generation import begin_answer, check_limits, open_call, preparing
+from penstock.server.endpoint import Access, Endpoint
+from penstock.server.generation import begin_answer, open_call, preparing
 from penstock.server.prompt import likely_tokens, text_prompts
-from penstock.server.streaming import AnswerResponse
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
 
 
 def endpoints(context: ServerContext) -> list[Endpoint]:
-    async def create(request: Request) -> Response:
-        record, caller = record_of(request), caller_of(request)
-        wanted = await read_request(
-            request,
-            CompletionRequest,
-            context.config.max_body_bytes,
-            context.texts,
-            partial(check_limits, context, caller),
-            max_entries=context.max_entries,
-        )
-        frames = request.headers.get(FRAMES_HEADER)
-        answer, reply, is_framed = await begin_completion(context, caller, record, wanted, frames=frames)
-        return AnswerResponse(
-            answer,
-            reply,
-            stream=wanted.wants_stream,
-            record=record,
-            answers=context.answers,
-            standstill=context.standstill,
-            framed=is_framed,
-        )
-
     return [
         Endpoint(
             method="POST",
             path="/v1/completions",
-            handler=create,
+            handler=answer_handler(context, CompletionRequest, begin_completion),
             access=Access.CLIENT,
             summary="Continue texts or token ids",
             tag="OpenAI",
@@ -71,10 +43,7 @@ async def begin_completion(
     frames: str | None = None,
     tier: Tier = Tier.ONLINE,
 ) -> tuple[Answer, CompletionReply, bool]:
-    """Check a request and start its answer, which the caller must deliver or abort. Raises PenstockError.
-
-    Also returns whether it goes in frames, which `frames`, a header, asks for.
-    """
+    """See `answering.Begin`."""
     info = await open_call(context, caller, record, wanted, kind="cmpl", num_prompts=len(wanted.prompt))
     params = _params(wanted)
     params.validate(info.vocab_size)
