@@ -118,16 +118,19 @@ def test_a_stop_string_ends_the_answer_before_it(client):
 
 
 def test_penalties_and_biases_change_the_answer(client):
-    def answer(**params):
-        return (
-            client.completions.create(model=MODEL, prompt="the the the the the", temperature=0, max_tokens=8, **params)
-            .choices[0]
-            .text
-        )
+    # A second token, by so much less likely that only penalties make it the likeliest.
+    bias = {"7042": 100, "7043": 90}
 
-    plain = answer()
-    assert answer(frequency_penalty=2.0, presence_penalty=2.0) != plain
-    assert answer(logit_bias={"7042": 100}) == " Paris" * 8
+    def answer(**params):
+        created = client.completions.create(
+            model=MODEL, prompt="the", temperature=0, max_tokens=24, logit_bias=bias, **params
+        )
+        return created.choices[0].text
+
+    assert answer() == " Paris" * 24
+    penalised = answer(frequency_penalty=2.0, presence_penalty=2.0)
+    assert penalised.startswith(" Paris")
+    assert penalised != " Paris" * 24
 
 
 def test_mistakes_are_told_in_openai_shape(client):
