@@ -5,6 +5,7 @@ nothing of what is stored.
 """
 
 import contextlib
+import logging
 import os
 import secrets
 import sqlite3
@@ -23,6 +24,7 @@ from penstock.errors import ConfigError, PenstockError, StoreUnavailable
 from penstock.home_folder import expand_home
 from penstock.store.location import shown
 from penstock.store.schema import SCHEMA_VERSION, fleet_secret, identity, metadata, state
+from penstock.telemetry import log_event
 
 Clock = Callable[[], float]
 
@@ -31,7 +33,11 @@ _BUSY_SECONDS = 10
 # Any number of our own: PostgreSQL takes only numbers as names of locks.
 _SCHEMA_LOCK = 0x70656E73
 _WRITES = "penstock_writes"
+# A failure that goes on is in the log so often, whoever meets it.
+_TELL_SECONDS = 10
 _RIGHT = "give a file's path, or a URL such as postgresql://user@host/database"
+
+log = logging.getLogger("penstock.store")
 
 
 class Database:
@@ -41,6 +47,8 @@ class Database:
         self._engine = engine
         self._clock = clock
         self._is_closed = False
+        self._is_prepared = False
+        self._told: tuple[str, float] | None = None  # the last failure in the log, and when it was written
         event.listen(engine, "checkin", self._take_back)
         self.identity = ""  # unlike any other store's, and the same for everybody on this one
         self.fleet_secret = ""  # by which servers and gateways on this store know each other
@@ -59,7 +67,11 @@ class Database:
             if _is_no_database(error.__cause__):
                 right = "this file is no SQLite database; give the store's path, or one where nothing is yet"
                 raise ConfigError("--store", shown(location), right) from error
+            if isinstance(error, StoreUnavailable):  # heard by who starts a process, never by a caller
+                reason = _reason(error.__cause__)
+                raise StoreUnavailable(f"the store {shown(location)} does not work: {reason}") from error
             raise
+        database._is_prepared = True
         return database
 
     @contextlib.contextmanager
@@ -107,13 +119,24 @@ class Database:
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
-        """Say of any failure of the database only that there was one: its texts hold statements and addresses."""
+        """Say of any failure of the database only that there was one: its texts hold statements and addresses.
+
+        Why it failed is for the operator, in the log.
+        """
         try:
             yield
         except SQLAlchemyError as error:
+            if self._is_prepared:
+                self._tell(_reason(error))
             raise StoreUnavailable(
                 f"the store does not work ({type(error).__name__}); try again in a moment"
             ) from error
+
+    def _tell(self, reason: str) -> None:
+        now = time.monotonic()
+        if self._told is None or self._told[0] != reason or now - self._told[1] >= _TELL_SECONDS:
+            self._told = (reason, now)
+            log_event(log, f"the store failed: {reason}", level=logging.ERROR)
 
     def _prepare(self, location: str) -> None:
         """Make the tables, once, however many processes start together. A store that has them is only read."""
@@ -180,6 +203,12 @@ def _url(location: str) -> URL:
     if url.get_backend_name() not in ("sqlite", "postgresql") or (url.host and url.get_backend_name() == "sqlite"):
         raise ConfigError("--store", shown(location), _RIGHT)
     return url
+
+
+def _reason(error: BaseException | None) -> str:
+    """Return what the database said of a failure, without the statement: the first line, which holds no values."""
+    said = str(error.orig if isinstance(error, DBAPIError) else error).strip()
+    return said.splitlines()[0] if said else type(error).__name__
 
 
 def _is_no_database(error: BaseException | None) -> bool:
