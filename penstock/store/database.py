@@ -30,6 +30,15 @@ Clock = Callable[[], float]
 
 # A writer waits so long for others before it gives up: far longer than all of them together ever take.
 _BUSY_SECONDS = 10
+# A database's machine that is gone and closes nothing would else hold up whoever asks it for a quarter of an hour, and
+# one that asks nothing for two hours.
+_POSTGRES_WAITS = {
+    "connect_timeout": _BUSY_SECONDS,
+    "tcp_user_timeout": 1000 * _BUSY_SECONDS,
+    "keepalives_idle": _BUSY_SECONDS,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+}
 # Any number of our own: PostgreSQL takes only numbers as names of locks.
 _SCHEMA_LOCK = 0x70656E73
 _WRITES = "penstock_writes"
@@ -231,8 +240,10 @@ def _make_engine(location: str, url: URL) -> Engine:
         event.listen(engine, "connect", _set_up_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
         return engine
+    # What the URL says itself is left as it is.
+    waits = {name: value for name, value in _POSTGRES_WAITS.items() if name not in url.query}
     try:
-        return create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": _BUSY_SECONDS})
+        return create_engine(url, pool_pre_ping=True, connect_args=waits)
     except (ModuleNotFoundError, NoSuchModuleError) as error:
         right = "PostgreSQL needs a driver: pip install 'penstock[postgres]'"
         raise ConfigError("--store", shown(location), right) from error

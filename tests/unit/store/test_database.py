@@ -149,6 +149,16 @@ def test_why_a_store_failed_is_in_the_log_once_and_not_in_the_error(any_database
     assert "a secret" not in told[0]
 
 
+def test_a_database_whose_machine_is_gone_is_given_up_as_soon_as_its_url_or_we_say(empty_postgres_url):
+    for more, milliseconds in (("", "10000"), ("&tcp_user_timeout=7000", "7000")):
+        database = Database.open(empty_postgres_url + more)
+        with database.reading() as connection:
+            settings = connection.connection.dbapi_connection.info.get_parameters()
+        database.close()
+        assert settings["tcp_user_timeout"] == milliseconds
+        assert settings["keepalives_idle"] == settings["connect_timeout"] == "10"
+
+
 def test_looking_for_a_store_makes_none(tmp_path):
     path = tmp_path / "store.db"
     assert not exists(str(path))
