@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import Executor
 from typing import TypeVar
 
 from penstock.errors import (
@@ -23,6 +22,7 @@ from penstock.errors import (
 )
 from penstock.metering.books import Books
 from penstock.metering.counts import StoreMetrics
+from penstock.metering.store_thread import StoreThread
 from penstock.protocol.errors import CATALOGUE
 from penstock.request import Tier
 from penstock.store.buckets import Bucket
@@ -129,8 +129,8 @@ class Meter:
         self,
         metrics: StoreMetrics,
         *,
-        thread: Executor,
-        look_thread: Executor,
+        thread: StoreThread,
+        look_thread: StoreThread,
         quotas: QuotaStore | None = None,
         books: Books | None = None,
     ) -> None:
@@ -174,7 +174,7 @@ class Meter:
         quotas = self._limits_store()
         try:
             outcome = await self._ask(
-                self._thread, lambda: quotas.admit(caller, need, instead_of), too_late=self._give_back
+                self._thread, caller, lambda: quotas.admit(caller, need, instead_of), too_late=self._give_back
             )
         except LimitTooSmall:
             await self._count_request(caller, need.tier)
@@ -191,7 +191,7 @@ class Meter:
         if moves or not caller.terms.limits.are_metered:
             return
         quotas = self._limits_store()
-        refusal = await self._ask(self._look_thread, lambda: quotas.look(caller, least, likely_input_tokens))
+        refusal = await self._ask(self._look_thread, caller, lambda: quotas.look(caller, least, likely_input_tokens))
         if refusal is not None:
             raise self._refused(caller, model, least.tier, refusal)
 
@@ -201,7 +201,7 @@ class Meter:
             return
         quotas = self._quotas
         with contextlib.suppress(StoreUnavailable):
-            await self._ask(self._thread, lambda: quotas.count_request(caller))
+            await self._ask(self._thread, caller, lambda: quotas.count_request(caller))
 
     def _limits_store(self) -> QuotaStore:
         if self._quotas is None:
@@ -209,10 +209,15 @@ class Meter:
         return self._quotas
 
     async def _ask(
-        self, thread: Executor, work: Callable[[], Result], *, too_late: Callable[[Result], None] | None = None
+        self,
+        thread: StoreThread,
+        caller: Caller,
+        work: Callable[[], Result],
+        *,
+        too_late: Callable[[Result], None] | None = None,
     ) -> Result:
         """Ask the store, and wait no longer than `STORE_SECONDS`; what it says after that goes to `too_late`."""
-        job = thread.submit(work)
+        job = thread.submit_for(caller.tenant, work)
         waiter = asyncio.wrap_future(job)
         try:
             await asyncio.wait((waiter,), timeout=STORE_SECONDS)

@@ -5,13 +5,13 @@ Opened before it serves and closed behind its last request. Knows nothing of HTT
 
 import asyncio
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from penstock.errors import StoreUnavailable
 from penstock.metering.books import Books
 from penstock.metering.counts import StoreMetrics
 from penstock.metering.meter import Meter
+from penstock.metering.store_thread import StoreThread
 from penstock.store.database import Database
 from penstock.store.key_ring import KeyRing
 from penstock.store.key_watch import KeyFile, KeySource, KeyWatcher
@@ -42,9 +42,9 @@ class Tenancy:
         self.ring = KeyRing(settings.keys, needs_keys=settings.needs_keys)
         self._metrics = metrics
         # One thread: SQLite lets one write at a time anyway, and waiting for it here costs nobody anything.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._thread = StoreThread("store")
         self._books = Books(database, self._thread, metrics) if database is not None else None
-        self._look_thread = ThreadPoolExecutor(1, thread_name_prefix="store-looks")
+        self._look_thread = StoreThread("store-looks")
         quotas = QuotaStore(database) if database is not None else None
         self.meter = Meter(
             metrics, thread=self._thread, look_thread=self._look_thread, quotas=quotas, books=self._books

@@ -15,6 +15,7 @@ def check_json(headers: Mapping[str, str]) -> None:
 
 def check_encoding(headers: Mapping[str, str]) -> None:
     """Raise WrongMediaType for a compressed body: few bytes of it could be any number of ours."""
-    encoding = headers.get("content-encoding", "").strip().lower()
-    if encoding not in ("", "identity"):
-        raise WrongMediaType(f"send the body as it is, without 'Content-Encoding: {encoding[:100]}'")
+    for header, plain in (("Content-Encoding", ("", "identity")), ("Transfer-Encoding", ("", "chunked"))):
+        encoding = headers.get(header.lower(), "").strip().lower()
+        if encoding not in plain:
+            raise WrongMediaType(f"send the body as it is, without '{header}: {encoding[:100]}'")

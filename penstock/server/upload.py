@@ -16,6 +16,7 @@ from penstock.protocol.media_type import check_encoding
 _FILE = "file"
 _MAX_FIELDS = 8
 _MAX_FIELD_BYTES = 4096
+_MAX_BOUNDARY_BYTES = 70  # as RFC 2046 says; the parser fails over much longer ones
 # Around the file: boundaries, headers and the other fields.
 _FORM_BYTES = 64 * 1024
 
@@ -148,9 +149,12 @@ def _boundary(request: Request) -> bytes:
     origin = request.headers.get("origin")
     if origin is not None and _place(origin) != request.headers.get("host"):
         raise NotPermitted("files are not taken from pages of other sites")
-    if not options.get(b"boundary"):
+    boundary = options.get(b"boundary")
+    if not boundary:
         raise RequestError("the form cannot be read: its Content-Type names no boundary")
-    return options[b"boundary"]
+    if len(boundary) > _MAX_BOUNDARY_BYTES:
+        raise RequestError(f"the form's boundary has {len(boundary)} characters; give at most {_MAX_BOUNDARY_BYTES}")
+    return boundary
 
 
 def _place(origin: str) -> str:

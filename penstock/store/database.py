@@ -5,6 +5,7 @@ nothing of what is stored.
 """
 
 import contextlib
+import logging
 import os
 import secrets
 import sqlite3
@@ -23,15 +24,29 @@ from penstock.errors import ConfigError, PenstockError, StoreUnavailable
 from penstock.home_folder import expand_home
 from penstock.store.location import shown
 from penstock.store.schema import SCHEMA_VERSION, fleet_secret, identity, metadata, state
+from penstock.telemetry import log_event
 
 Clock = Callable[[], float]
 
 # A writer waits so long for others before it gives up: far longer than all of them together ever take.
 _BUSY_SECONDS = 10
+# A database's machine that is gone and closes nothing would else hold up whoever asks it for a quarter of an hour, and
+# one that asks nothing for two hours.
+_POSTGRES_WAITS = {
+    "connect_timeout": _BUSY_SECONDS,
+    "tcp_user_timeout": 1000 * _BUSY_SECONDS,
+    "keepalives_idle": _BUSY_SECONDS,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+}
 # Any number of our own: PostgreSQL takes only numbers as names of locks.
 _SCHEMA_LOCK = 0x70656E73
 _WRITES = "penstock_writes"
+# A failure that goes on is in the log so often, whoever meets it.
+_TELL_SECONDS = 10
 _RIGHT = "give a file's path, or a URL such as postgresql://user@host/database"
+
+log = logging.getLogger("penstock.store")
 
 
 class Database:
@@ -41,6 +56,8 @@ class Database:
         self._engine = engine
         self._clock = clock
         self._is_closed = False
+        self._is_prepared = False
+        self._told: tuple[str, float] | None = None  # the last failure in the log, and when it was written
         event.listen(engine, "checkin", self._take_back)
         self.identity = ""  # unlike any other store's, and the same for everybody on this one
         self.fleet_secret = ""  # by which servers and gateways on this store know each other
@@ -59,7 +76,11 @@ class Database:
             if _is_no_database(error.__cause__):
                 right = "this file is no SQLite database; give the store's path, or one where nothing is yet"
                 raise ConfigError("--store", shown(location), right) from error
+            if isinstance(error, StoreUnavailable):  # heard by who starts a process, never by a caller
+                reason = _reason(error.__cause__)
+                raise StoreUnavailable(f"the store {shown(location)} does not work: {reason}") from error
             raise
+        database._is_prepared = True
         return database
 
     @contextlib.contextmanager
@@ -107,13 +128,24 @@ class Database:
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
-        """Say of any failure of the database only that there was one: its texts hold statements and addresses."""
+        """Say of any failure of the database only that there was one: its texts hold statements and addresses.
+
+        Why it failed is for the operator, in the log.
+        """
         try:
             yield
         except SQLAlchemyError as error:
+            if self._is_prepared:
+                self._tell(_reason(error))
             raise StoreUnavailable(
                 f"the store does not work ({type(error).__name__}); try again in a moment"
             ) from error
+
+    def _tell(self, reason: str) -> None:
+        now = time.monotonic()
+        if self._told is None or self._told[0] != reason or now - self._told[1] >= _TELL_SECONDS:
+            self._told = (reason, now)
+            log_event(log, f"the store failed: {reason}", level=logging.ERROR)
 
     def _prepare(self, location: str) -> None:
         """Make the tables, once, however many processes start together. A store that has them is only read."""
@@ -182,6 +214,12 @@ def _url(location: str) -> URL:
     return url
 
 
+def _reason(error: BaseException | None) -> str:
+    """Return what the database said of a failure, without the statement: the first line, which holds no values."""
+    said = str(error.orig if isinstance(error, DBAPIError) else error).strip()
+    return said.splitlines()[0] if said else type(error).__name__
+
+
 def _is_no_database(error: BaseException | None) -> bool:
     original = error.orig if isinstance(error, DBAPIError) else None
     return getattr(original, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB
@@ -202,8 +240,10 @@ def _make_engine(location: str, url: URL) -> Engine:
         event.listen(engine, "connect", _set_up_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
         return engine
+    # What the URL says itself is left as it is.
+    waits = {name: value for name, value in _POSTGRES_WAITS.items() if name not in url.query}
     try:
-        return create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": _BUSY_SECONDS})
+        return create_engine(url, pool_pre_ping=True, connect_args=waits)
     except (ModuleNotFoundError, NoSuchModuleError) as error:
         right = "PostgreSQL needs a driver: pip install 'penstock[postgres]'"
         raise ConfigError("--store", shown(location), right) from error

@@ -28,5 +28,6 @@ def store_location(option: str | None) -> str:
 
 
 def shown(location: str) -> str:
-    """Return a location as it may be printed: without a password."""
-    return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", location)
+    """Return a location as it may be printed: without a password, wherever in the URL it stands."""
+    without = re.sub(r"(://[^/@:?]*):.*@", r"\1:***@", location)
+    return re.sub(r"([?&](?:ssl)?password=)[^&]*", r"\1***", without)

@@ -63,6 +63,8 @@ async def test_what_was_uploaded_comes_back_byte_by_byte(service):
         (form(*[part("purpose", b"batch")] * 20, part("file", b"x", "a")), {}, 400),
         (form(part("purpose", b"batch"), *[part("file", b"x", "a")] * 2), {}, 400),
         (form(*[part("purpose", b"batch")] * 2, part("file", b"x", "a")), {}, 400),
+        (WHOLE, {"content-type": f"multipart/form-data; boundary={'y' * 71}"}, 400),
+        (WHOLE, {"content-type": f"multipart/form-data; boundary={'y' * 5000}"}, 400),
         (WHOLE, {"content-encoding": "gzip"}, 415),
         (WHOLE, {"content-encoding": "identity"}, 200),
     ],

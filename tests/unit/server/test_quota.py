@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import sqlite3
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from penstock.engine.messages import TokenEvent
 from penstock.errors import DeadlineExceeded, EngineFailed
 from penstock.metering import meter
+from penstock.metering.store_thread import StoreThread
 from penstock.protocol.frames import FRAMES_HEADER, FrameReader
 from penstock.protocol.voucher import VOUCHER_HEADER, sign_voucher
 from penstock.request import FinishReason
@@ -237,6 +239,32 @@ async def test_a_locked_store_is_503_in_bounded_time_and_reserves_nothing_behind
         monkeypatch.setattr(meter, "STORE_SECONDS", 10.0)
         assert await is_all_given_back(service, store)
         assert len(service.engine.submitted) == 2, "bob's, and the small one"
+
+
+async def test_tenants_take_turns_at_the_store_when_one_of_them_floods_it(store, monkeypatch):
+    gate, lined_up, asked = threading.Event(), [], []
+    submit_for, look = StoreThread.submit_for, QuotaStore.look
+
+    def line_up(self, tenant, work):
+        lined_up.append(tenant)
+        return submit_for(self, tenant, work)
+
+    def held_up(self, caller, *given):
+        gate.wait(10)
+        asked.append(caller.tenant)
+        return look(self, caller, *given)
+
+    monkeypatch.setattr(StoreThread, "submit_for", line_up)
+    monkeypatch.setattr(QuotaStore, "look", held_up)
+    async with serving(store, alice={"requests_per_minute": 10}, bob={"requests_per_minute": 10}) as service:
+        flood = [asyncio.create_task(service.chat(key="alice")) for _ in range(20)]
+        await until(lambda: lined_up.count("alice") == 20)
+        bobs = asyncio.create_task(service.chat(key="bob"))
+        await until(lambda: "bob" in lined_up)
+        gate.set()
+        assert (await bobs).status_code == 200
+        await asyncio.gather(*flood)
+    assert asked.index("bob") <= 2, "behind the one under way, and one whose turn was next"
 
 
 async def test_a_deadline_ends_the_wait_for_a_locked_store(store):

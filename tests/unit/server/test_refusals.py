@@ -231,6 +231,13 @@ async def test_a_compressed_body_is_refused(service, encoding):
     assert (await service.client.post(CHAT, content=body_with(), headers=plain)).status_code == 200
 
 
+async def test_a_body_that_is_compressed_on_its_way_is_refused(service):
+    for encoding in ("gzip, chunked", "deflate,chunked"):
+        refused = await service.client.post("/tokenize", headers={**JSON, "transfer-encoding": encoding}, content=b"{}")
+        assert refused.status_code == 415
+        assert refused.json()["error"]["message"] == f"send the body as it is, without 'Transfer-Encoding: {encoding}'"
+
+
 async def test_an_unknown_route_is_not_found(service):
     error_of(await service.client.get("/v2/chat"), 404, "route_not_found")
     error_of(await service.client.get("/live/"), 404, "route_not_found")

@@ -6,7 +6,7 @@ import stat
 import threading
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import select, text, update
 
 from penstock.errors import ConfigError, StoreUnavailable
 from penstock.store.database import Database, exists
@@ -127,6 +127,38 @@ def test_a_file_that_is_no_database_is_refused_by_its_path_and_its_content_is_no
     assert "secret" not in str(caught.value)
 
 
+def test_who_opens_a_store_that_does_not_work_is_told_which_and_why_without_its_password():
+    pytest.importorskip("psycopg")
+    with pytest.raises(StoreUnavailable) as caught:
+        Database.open("postgresql://me:hunter2@127.0.0.1:1/db")
+    assert str(caught.value).startswith("the store postgresql://me:***@127.0.0.1:1/db does not work: ")
+    assert "refused" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_why_a_store_failed_is_in_the_log_once_and_not_in_the_error(any_database, caplog):
+    statement = text("SELECT 'a secret', no_such_thing")
+    for _ in range(3):
+        with pytest.raises(StoreUnavailable) as caught, any_database.reading() as connection:
+            connection.execute(statement)
+        assert "no_such_thing" not in str(caught.value)
+    told = [record.message for record in caplog.records if record.name == "penstock.store"]
+    assert len(told) == 1
+    assert told[0].startswith("the store failed: ")
+    assert "no_such_thing" in told[0]
+    assert "a secret" not in told[0]
+
+
+def test_a_database_whose_machine_is_gone_is_given_up_as_soon_as_its_url_or_we_say(empty_postgres_url):
+    for more, milliseconds in (("", "10000"), ("&tcp_user_timeout=7000", "7000")):
+        database = Database.open(empty_postgres_url + more)
+        with database.reading() as connection:
+            settings = connection.connection.dbapi_connection.info.get_parameters()
+        database.close()
+        assert settings["tcp_user_timeout"] == milliseconds
+        assert settings["keepalives_idle"] == settings["connect_timeout"] == "10"
+
+
 def test_looking_for_a_store_makes_none(tmp_path):
     path = tmp_path / "store.db"
     assert not exists(str(path))
@@ -135,6 +167,9 @@ def test_looking_for_a_store_makes_none(tmp_path):
 
 def test_a_password_is_never_shown():
     assert shown("postgresql://me:hunter2@host/db") == "postgresql://me:***@host/db"
+    assert shown("postgresql://me:hunt/e?r:2@host/db") == "postgresql://me:***@host/db"
+    assert shown("postgresql://host/db?user=me&password=hunter2") == "postgresql://host/db?user=me&password=***"
+    assert shown("postgresql://host/db?sslpassword=hunter2&a=1") == "postgresql://host/db?sslpassword=***&a=1"
     assert shown("/a/path") == "/a/path"
 
 

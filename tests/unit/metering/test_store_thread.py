@@ -1,0 +1,51 @@
+"""StoreThread: tenants take turns, a tenant's own questions keep their order, and what fails is told."""
+
+import threading
+
+import pytest
+
+from penstock.metering.store_thread import StoreThread
+
+
+@pytest.fixture
+def thread():
+    thread = StoreThread("store")
+    yield thread
+    thread.shutdown()
+
+
+@pytest.fixture
+def gate(thread):
+    """What holds the thread up until it is set."""
+    gate = threading.Event()
+    thread.submit(gate.wait)
+    yield gate
+    gate.set()
+
+
+def test_one_of_each_tenants_line_is_asked_in_turn(thread, gate):
+    asked = []
+    flood = [thread.submit_for("flood", lambda i=i: asked.append(f"flood {i}")) for i in range(100)]
+    for name in ("alice", "bob"):
+        for i in range(2):
+            thread.submit_for(name, lambda name=name, i=i: asked.append(f"{name} {i}"))
+    books = thread.submit(asked.append, "books")
+    gate.set()
+    books.result(10), flood[-1].result(10)
+    assert asked[:7] == ["flood 0", "alice 0", "bob 0", "books", "flood 1", "alice 1", "bob 1"]
+    assert asked[7:] == [f"flood {i}" for i in range(2, 100)]
+
+
+def test_what_was_cancelled_is_not_done_and_holds_up_nobody(thread, gate):
+    asked = []
+    jobs = [thread.submit_for("alice", lambda i=i: asked.append(i)) for i in range(5)]
+    assert all(job.cancel() for job in jobs[:4])
+    gate.set()
+    jobs[4].result(10)
+    assert asked == [4]
+
+
+def test_a_failure_is_told_to_whoever_asked_and_to_nobody_else(thread):
+    with pytest.raises(ZeroDivisionError):
+        thread.submit_for("alice", lambda: 1 / 0).result(10)
+    assert thread.submit_for("alice", lambda: "well").result(10) == "well"
