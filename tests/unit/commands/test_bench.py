@@ -65,6 +65,25 @@ def test_a_bad_workload_is_one_sentence_and_status_2(capsys: pytest.CaptureFixtu
     assert "--workload: 'rate11' is not usable; give one of: mixed256" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--json", "--html"])
+@pytest.mark.parametrize("place", ["none/a.file", "."])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    option: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = Script()
+    with server(script) as url:
+        assert run("serve", "--url", url, "--shape", "2x8+4", option, str(tmp_path / place)) == 2
+    assert capsys.readouterr().err.startswith(f"{option}: ")
+    assert not script.requests
+
+
+@pytest.mark.parametrize("value", ["nan", "0", "-1", "inf", "fast"])
+@pytest.mark.parametrize("option", ["--rate", "--speed"])
+def test_a_rate_that_is_none_is_one_sentence(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "--shape", "2x8+4", option, value) == 2
+    assert capsys.readouterr().err == f"{option}: {value!r} is not usable; give a number over 0\n"
+
+
 def test_two_reports_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     json = tmp_path / "a.json"
     with server(Script(first_seconds=0.0, token_seconds=0.0)) as url:

@@ -91,6 +91,12 @@ def test_a_wrong_profile_is_refused_by_the_flag_that_named_it(name: str, capsys:
     assert capsys.readouterr().err.startswith("--profile: ")
 
 
+@pytest.mark.parametrize("option", ["--json", "--against"])
+def test_a_scaled_fleet_has_no_report_to_write(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("simulate", *LOAD, "--slo-ttft", "500", "--autoscale", "promises", option, str(tmp_path / "a.json")) == 2
+    assert capsys.readouterr().err.startswith(f"{option}: ")
+
+
 @pytest.mark.parametrize("option", ["--slo-ttft", "--slo-tpot"])
 @pytest.mark.parametrize("command", [["simulate"], ["bench", "serve"]])
 def test_a_negative_service_level_is_refused(
