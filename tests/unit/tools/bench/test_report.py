@@ -98,6 +98,14 @@ def test_a_figure_that_one_lacks_is_not_compared() -> None:
     assert "goodput, requests/s" not in {item.figure for item in compared}
 
 
+@pytest.mark.parametrize("value", [0.0, -5.0])
+def test_a_figure_that_cannot_be_is_not_compared(value: float) -> None:
+    broken = make_report(make_run(ttft_ms=distribution([value])))
+    compared = compare(make_report(make_run()), broken)
+    assert not [item for item in compared if item.figure.startswith("TTFT")]
+    assert "geometric mean" in shown(comparison_table(compared))
+
+
 def test_the_comparison_says_which_is_better() -> None:
     text = shown(comparison_table(compare(make_report(make_run()), make_report(make_run(scale=2.0)))))
     assert "2.000" in text
