@@ -251,6 +251,7 @@ def simulate(
             level=level,
             autoscale=autoscale,
             start_seconds=start_seconds,
+            unused={"--json": json, "--against": against},
         )
         return scaling.run(sourced, work, arrivals, scaled)
     asked = simulate.Simulated(

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from penstock.commands.flags import number_flag, options_of, takes_options
+from penstock.commands.flags import number_flag, options_of, output_flag, takes_options
 from penstock.config import Sourced
 from penstock.errors import ConfigError
 
@@ -47,8 +47,13 @@ TraceFile = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Recorded arrivals: Azure CSV or Mooncake JSON lines", rich_help_panel=LOAD),
 ]
-Speed = Annotated[float, typer.Option(help="Compress a trace's time by this factor", rich_help_panel=LOAD)]
-Rate = Annotated[float | None, typer.Option(help="Poisson arrivals, requests per second", rich_help_panel=LOAD)]
+Speed = Annotated[
+    float, number_flag("--speed", "Compress a trace's time by this factor", open_low=True, rich_help_panel=LOAD)
+]
+Rate = Annotated[
+    float | None,
+    number_flag("--rate", "Poisson arrivals, requests per second", open_low=True, rich_help_panel=LOAD),
+]
 Rates = Annotated[
     str | None, typer.Option(metavar="R,R,…", help="The workload once at each rate", rich_help_panel=LOAD)
 ]
@@ -81,9 +86,7 @@ SloTpot = Annotated[
     float | None,
     number_flag("--slo-tpot", "Goodput: most time per output token", metavar="MS", rich_help_panel=RESULT),
 ]
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write every figure", rich_help_panel=RESULT)
-]
+JsonFile = Annotated[Path | None, output_flag("--json", "Write every figure", rich_help_panel=RESULT)]
 
 
 @app.command()
@@ -112,9 +115,7 @@ def serve(
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
     json: JsonFile = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one page with plots", rich_help_panel=RESULT)
-    ] = None,
+    html: Annotated[Path | None, output_flag("--html", "Write one page with plots", rich_help_panel=RESULT)] = None,
 ) -> None:
     """Load a server and report latency, throughput and goodput."""
     from penstock.tools.bench import html_report, serve_bench
@@ -161,6 +162,7 @@ def offline(
     workload: WorkloadNames = None,
     shape: ShapeText = None,
     shared_tokens: SharedTokens = 0,
+    trace: TraceFile = None,
     limit: Limit = None,
     seed: Seed = 0,
     warmup: Warmup = 1,
@@ -178,6 +180,7 @@ def offline(
         names=workload,
         shape=shape,
         shared_tokens=shared_tokens,
+        trace=trace,
         limit=limit,
         seed=seed,
         temperature=temperature,
@@ -205,7 +208,7 @@ def offline(
 def profile(
     sourced: Sourced,
     *,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the profile")],
+    out: Annotated[Path, output_flag("--out", "Where to write the profile")],
     commit: Annotated[str, typer.Option(help="The commit to name in it")] = "",
 ) -> int:
     """Time an engine's steps: the profile that --device simulated and `penstock simulate` follow."""

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import os
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.config import Group, Options, flag, gather, to_number
+from penstock.errors import ConfigError
 
 CONFIG_HELP = "TOML file of options, named as the flags are"
 
@@ -44,6 +46,22 @@ def number_flag(
         return to_number(name, value, kind, low, high, open_low=open_low)
 
     return typer.Option(name, parser=parse, help=text, metavar=metavar or _METAVARS[kind], **looks)
+
+
+def output_flag(name: str, text: str, **looks: Any) -> Any:
+    """Return the typer option of a file to write, which fails before the work whose result it is to hold."""
+
+    def parse(value: str) -> Path:
+        file = Path(value)
+        if file.is_dir():
+            raise ConfigError(name, value, "it is a folder; name a file in it")
+        if not file.parent.is_dir():
+            raise ConfigError(name, value, "it cannot be written: its folder does not exist; make it, or name another")
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise ConfigError(name, value, "it cannot be written; name another file")
+        return file
+
+    return typer.Option(name, parser=parse, help=text, metavar="FILE", **looks)
 
 
 def options_of(*groups: Group) -> tuple[str, ...]:

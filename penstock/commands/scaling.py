@@ -1,6 +1,8 @@
 """`penstock simulate --autoscale`: how well, and how cheaply, a fleet of changing size serves a workload."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -33,14 +35,18 @@ class Scaled:
     level: ServiceLevel
     autoscale: str  # scale policies, and `oracle`
     start_seconds: float
+    unused: Mapping[str, Path | None]  # flags of a simulation that writes a report
 
 
 def run(sourced: Sourced, work: Work, arrivals: Arrivals, asked: Scaled) -> int:
     """Print a line for each policy; return 1 where the first of them keeps the level for too few."""
-    names = split(asked.autoscale)
+    names = split("--autoscale", asked.autoscale)
     known = [*SCALE_POLICIES.names, ORACLE]
-    if not names or names[0] == ORACLE or any(name not in known for name in names):
+    if names[0] == ORACLE or any(name not in known for name in names):
         raise ConfigError("--autoscale", asked.autoscale, f"give a policy, then others: {', '.join(known)}")
+    for name, file in asked.unused.items():
+        if file is not None:
+            raise ConfigError(name, str(file), "leave it out: --autoscale prints a table of its own, and no report")
     if not asked.level.is_set:
         raise ConfigError("--autoscale", asked.autoscale, "say what is to be kept: --slo-ttft, --slo-tpot or both")
     workloads = arrivals.apply(work.workloads())

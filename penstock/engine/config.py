@@ -3,6 +3,7 @@
 What the device is and can do comes in as `DeviceFacts`; what the model is, as its spec.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from penstock.config import Setting, Sourced, parse_bytes
@@ -18,6 +19,7 @@ DTYPES = tuple(_ITEM_BYTES)
 _KV_SHARE = {"cpu": 0.25, "cuda": 1.0}
 
 CANARY_SECONDS = 60.0
+_LEAST_CONTEXT = 16  # tokens that are worth serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +204,9 @@ class _Resolver:
         simulated = self.facts.kv_token_bytes
         return self.options.block_tokens * (kv_token_bytes(self.spec, dtype) if simulated is None else simulated)
 
+    def _least_kv_bytes(self, dtype: str) -> int:
+        return -(-_LEAST_CONTEXT // self.options.block_tokens) * self._block_bytes(dtype)
+
     def _num_blocks(self, dtype: str, max_running: int, step_tokens: int, context: int) -> int:
         """Blocks that the memory for KV holds, but no more than the running requests could ever fill."""
         per_block = self._block_bytes(dtype)
@@ -221,7 +226,7 @@ class _Resolver:
             why = f"auto: up to {part} nothing else needs, at most {max_running} longest requests; {num_blocks} blocks"
         fewest = 1 if self.options.max_context_tokens is None else blocks_each
         if num_blocks < fewest:
-            self._refuse(num_blocks, fewest * per_block, context)
+            self._refuse(num_blocks, per_block, context, room)
         self._note("kv_memory", f"{num_blocks * per_block / 2**20:.0f}MiB", why)
         return num_blocks + 1
 
@@ -234,34 +239,51 @@ class _Resolver:
             if self.facts.kind == "cuda" and _ITEM_BYTES[dtype] > 2 and smaller < free:
                 raise ConfigError("--precision", self.options.precision, f"{has}; give --precision bfloat16")
             raise ConfigError("--model", self.options.model, f"{has}; serve a smaller or more quantised one")
-        rest = free - weights - graph_bytes(self.spec, self.facts.kind, max_running) - lost_bytes(self.facts.kind, free)
-        room = rest - self._workspace_bytes(dtype, max_running, step_tokens, context)
-        if room < self._block_bytes(dtype):
-            self._refuse_step(dtype, max_running, step_tokens, context, rest)
+        room = self._room(dtype, max_running, step_tokens, context)
+        if room < self._least_kv_bytes(dtype):
+            self._refuse_step(dtype, max_running, step_tokens, context)
         return room
 
-    def _refuse_step(self, dtype: str, max_running: int, step_tokens: int, context: int, rest: int) -> None:
-        """Say how small steps must be for the rest to hold a block and the step's workspace."""
-        base = self._workspace_bytes(dtype, max_running, 0, context)
-        per_token = self._workspace_bytes(dtype, max_running, 1, context) - base
-        fits = (rest - base - self._block_bytes(dtype)) // per_token
-        needs = f"a step of that many tokens works in {show_bytes(base + step_tokens * per_token)} beside the weights"
-        if fits >= max_running:
-            raise ConfigError("--max-step-tokens", step_tokens, f"{needs}; give {fits} or less")
-        raise ConfigError("--max-running", max_running, f"{needs}, more than {self.facts.name} has; give a smaller one")
+    def _room(self, dtype: str, max_running: int, step_tokens: int, context: int) -> int:
+        """What is left for KV; below zero where steps of such a size do not fit."""
+        free, kind = self.facts.free_bytes, self.facts.kind
+        rest = free - self._weight_bytes(dtype) - graph_bytes(self.spec, kind, max_running) - lost_bytes(kind, free)
+        return rest - self._workspace_bytes(dtype, max_running, step_tokens, context)
 
-    def _refuse(self, num_blocks: int, needed_bytes: int, context: int) -> None:
-        fits = num_blocks * self.options.block_tokens
-        if self.options.max_context_tokens is not None and fits >= 16:
+    def _refuse_step(self, dtype: str, max_running: int, step_tokens: int, context: int) -> None:
+        """Say how small steps must be for the rest to hold a short request and the step's workspace."""
+        least, facts = self._least_kv_bytes(dtype), self.facts
+        needs = show_bytes(self._workspace_bytes(dtype, max_running, step_tokens, context))
+        base = self._room(dtype, max_running, 0, context)
+        per_token = base - self._room(dtype, max_running, 1, context)
+        fits = (base - least) // per_token if per_token else 0
+        if fits >= max_running:
+            what = f"a step of that many tokens works in {needs} beside the weights"
+            raise ConfigError("--max-step-tokens", step_tokens, f"{what}; give {fits} or less")
+        running = range(1, max_running)
+        fewest = bisect_left(running, True, key=lambda number: self._room(dtype, number, number, context) < least)
+        if not fewest:
+            has = f"beside its weights {facts.name} has no room for a single request"
+            raise ConfigError("--model", self.options.model, f"{has}; serve a smaller or more quantised one")
+        what = f"steps of so many requests work in {needs}, more than {facts.name} has beside the weights"
+        raise ConfigError("--max-running", max_running, f"{what}; give {fewest}, and --max-step-tokens {fewest}")
+
+    def _refuse(self, num_blocks: int, per_block: int, context: int, room: int) -> None:
+        """Say which context the blocks hold, or how much KV memory would do."""
+        block_tokens, wanted = self.options.block_tokens, self.options.max_context_tokens
+        fits = num_blocks * block_tokens
+        blocks = -(-context // block_tokens) if wanted is not None else 1
+        # More than the cache has by itself may be there: the option gave less, or most of a host is left to others.
+        is_there = blocks * per_block <= room
+        if wanted is not None and fits >= _LEAST_CONTEXT:
             right = f"the KV cache holds {fits} tokens; give {fits} or less"
-            if self.options.kv_memory is not None:
-                right += f", or --kv-memory {_show_option(needed_bytes, at_least=True)}"
+            if is_there:
+                right += f", or --kv-memory {_show_option(blocks * per_block, at_least=True)}"
             raise ConfigError("--max-context-tokens", context, right)
-        raise ConfigError(
-            "--kv-memory",
-            self.options.kv_memory or "auto",
-            f"one request of {self.options.block_tokens} tokens needs {needed_bytes} bytes; give more",
-        )
+        blocks = blocks if is_there else -(-_LEAST_CONTEXT // block_tokens)
+        needs = f"a request of {blocks * block_tokens} tokens needs {blocks * per_block} bytes"
+        right = f"{needs}; give {_show_option(blocks * per_block, at_least=True)} or more"
+        raise ConfigError("--kv-memory", self.options.kv_memory or "auto", right)
 
     def _workspace_bytes(self, dtype: str, max_running: int, step_tokens: int, context: int) -> int:
         if self.facts.is_simulated:
@@ -314,4 +336,6 @@ class _Resolver:
 
 def _show_option(count: int, *, at_least: bool = False) -> str:
     """A number of bytes as an option takes it, rounded to what still fits, or to what is enough."""
-    return f"{-(-count // 2**20) if at_least else max(0, count) // 2**20}MiB"
+    if count < 64 * 2**20:  # a whole MiB may be more than there is
+        return str(max(0, count))
+    return f"{-(-count // 2**20) if at_least else count // 2**20}MiB"

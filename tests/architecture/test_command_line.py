@@ -122,6 +122,7 @@ BENCH_FLAGS = {
         "--workload",
         "--shape",
         "--shared-tokens",
+        "--trace",
         "--limit",
         "--seed",
         "--warmup",

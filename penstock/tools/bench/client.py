@@ -53,6 +53,8 @@ class StreamClient:
     async def __aenter__(self) -> "StreamClient":
         if urlsplit(self.url).scheme not in ("http", "https"):
             raise RemoteError(f"{self.url!r} is not a URL; give one such as http://127.0.0.1:8000")
+        if not self._headers.get("Authorization", "").isprintable():
+            raise RemoteError("the key has a character that no header can; check --api-key or PENSTOCK_API_KEY")
         # A proxy from the environment is for servers elsewhere; it cannot reach this machine's own loopback.
         use_proxy = urlsplit(self.url).hostname not in ("127.0.0.1", "localhost", "::1")
         self._session = aiohttp.ClientSession(
@@ -126,7 +128,7 @@ class StreamClient:
 def _parse(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

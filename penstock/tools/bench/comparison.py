@@ -26,12 +26,12 @@ class Comparison:
 
 
 def compare(first: Report, second: Report) -> list[Comparison]:
-    """Return every figure that runs of the same label have in both. A zero has no ratio and is left out."""
+    """Return every figure over zero that runs of the same label have in both: others have no ratio."""
     others = {run.label: run for run in second.runs}
     pairs = [(run, others[run.label]) for run in first.runs if run.label in others]
     return [
         Comparison(run.label, figure.name, before, after, figure.lower_is_better)
         for run, other in pairs
         for figure in FIGURES
-        if (before := figure.of(run)) and (after := figure.of(other))
+        if (before := figure.of(run) or 0.0) > 0 and (after := figure.of(other) or 0.0) > 0
     ]

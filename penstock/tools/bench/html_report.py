@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings, filterwarnings
 
 from penstock.errors import ConfigError
 from penstock.tools.bench.document import Distribution, Report, RequestRow, Run
@@ -45,17 +46,11 @@ def render_html(report: Report) -> str:
         f"{report.model} at {report.target} · prompts sent as {report.prompts} · end-of-text {ignored} · "
         f"{report.made_at} · Penstock {report.version}"
     )
-    measured = [run for run in report.runs if run.requests]
-    plots = [
-        _image("Latency against rate", _plot_latency(measured)),
-        _image("Goodput against rate", _plot_goodput(measured)),
-        _image("Latency distribution", _plot_distribution(measured)),
-    ]
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>Penstock benchmark</title>',
         f"<style>{_STYLE}</style><h1>Benchmark</h1>",
         f'<p class="dim">{escape(about)}</p>',
-        *(plots if measured else []),
+        *_plots(report.runs),
         *map(_run_section, report.runs),
         "</html>",
     ]
@@ -82,6 +77,23 @@ def _latency_table(run: Run) -> str:
 
 
 # ---------------------------------------------------------------- plots
+
+
+def _plots(runs: Sequence[Run]) -> list[str]:
+    measured = [run for run in runs if run.requests]
+    if not measured:
+        return []
+    import matplotlib
+
+    # Names are not ours: a dollar in them begins no formula, and the reader's fonts have the letters that ours lack.
+    with matplotlib.rc_context({"text.parse_math": False, "svg.fonttype": "none"}), catch_warnings():
+        filterwarnings("ignore", "Glyph .* missing from font")
+        return [
+            _image("Latency against rate", _plot_latency(measured)),
+            # At a rate at which every request failed nothing was good, and that is a figure too.
+            _image("Goodput against rate", _plot_goodput([run for run in runs if run.requests or run.errors])),
+            _image("Latency distribution", _plot_distribution(measured)),
+        ]
 
 
 def _figure(num_plots: int) -> tuple[Any, Sequence[Any]]:
@@ -138,7 +150,8 @@ def _plot_distribution(runs: Sequence[Run]) -> Any:
         for run in runs:
             values = sorted(value for row in run.requests if (value := of(row)) is not None)
             shares = [(index + 1) / len(values) for index in range(len(values))]
-            axis.step(values, shares, where="post", label=run.label)
+            # matplotlib leaves labels that begin with "_" out of legends.
+            axis.step(values, shares, where="post", label=f" {run.label}" if run.label[:1] == "_" else run.label)
         _finish(axis, title, "ms", "share of requests", legend=len(runs) > 1)
     return figure
 
@@ -147,7 +160,8 @@ def _finish(axis: Any, title: str, x_label: str, y_label: str, *, legend: bool) 
     axis.set_title(title, fontsize=10)
     axis.set_xlabel(x_label, fontsize=9)
     axis.set_ylabel(y_label, fontsize=9)
-    axis.set_ylim(bottom=0)
+    # Room above the highest point: with one run, points are too close to each other for a margin by their distance.
+    axis.set_ylim(0, 1.05 * axis.dataLim.y1 if axis.dataLim.y1 > 0 else None)
     axis.grid(alpha=0.3)
     if legend:
         axis.legend(fontsize=8)

@@ -33,6 +33,8 @@ class Work:
             raise ConfigError("--workload", self.names, "give one of --workload, --shape or --trace, and only one")
         if self.shared_tokens and self.shape is None:
             raise ConfigError("--shared-tokens", self.shared_tokens, "leave it out, or give --shape too")
+        if self.speed != 1.0 and self.trace is None:
+            raise ConfigError("--speed", self.speed, "leave it out, or give --trace too")
         chosen = [item.shifted(self.seed) for item in self._read()]
         if self.limit is not None:
             chosen = [item.limited(self.limit) for item in chosen]
@@ -44,11 +46,11 @@ class Work:
         """Return the workloads for one engine; decode workloads bring the twin that they are compared with."""
         if self.names is None:
             return self.workloads()
-        return replace(self, names=",".join(with_prefill_twins(split(self.names)))).workloads()
+        return replace(self, names=",".join(with_prefill_twins(split("--workload", self.names)))).workloads()
 
     def _read(self) -> list[Workload]:
         if self.names is not None:
-            return [named_workload(name, arrivals_seed=self.seed) for name in split(self.names)]
+            return [named_workload(name, arrivals_seed=self.seed) for name in split("--workload", self.names)]
         if self.shape is not None:
             shape = parse_shape(self.shape, shared=self.shared_tokens)
             return [Workload(name=self.shape, requests=shape.requests())]
@@ -73,7 +75,7 @@ class Arrivals:
         if self.rate is not None:
             return [item.at_rate(_positive("--rate", self.rate), self.seed) for item in workloads]
         if self.rates is not None:
-            rates = [_positive("--rates", part) for part in split(self.rates)]
+            rates = [_positive("--rates", part) for part in split("--rates", self.rates)]
             return [step for item in workloads for step in sweep(item, rates, self.seed)]
         return workloads
 
@@ -86,9 +88,12 @@ def sweep(workload: Workload, rates: list[float], seed: int = 0) -> list[Workloa
     ]
 
 
-def split(text: str) -> list[str]:
-    """Return the parts of a list with commas."""
-    return [part.strip() for part in text.split(",") if part.strip()]
+def split(option: str, text: str) -> list[str]:
+    """Return the parts of an option's list with commas."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ConfigError(option, text, "give one or more, with commas between them")
+    return parts
 
 
 def _positive(option: str, value: float | str) -> float:

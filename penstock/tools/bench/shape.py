@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from penstock.errors import ConfigError
 from penstock.tools.bench.workload import VOCABULARY_TOKENS, FixedPrompt, PlannedRequest
 
-_SHAPE = re.compile(r"(\d+)x(\d+)(?:-(\d+))?\+(\d+)(?:-(\d+))?")
+_SHAPE = re.compile("{0}x{0}(?:-{0})?[+]{0}(?:-{0})?".format("([0-9]{1,12})"))
+# Tokens of all prompts are drawn before the first is sent; more would fill the memory.
+MAX_TOKENS = 100_000_000
 _RIGHT = "give COUNTxINPUT+OUTPUT in tokens, such as 100x1024+128, or with ranges: 100x100-1024+64-128"
 
 
@@ -55,18 +57,19 @@ def parse_shape(text: str, *, shared: int = 0, seed: int = 0) -> Shape:
     match = _SHAPE.fullmatch(text.strip())
     if match is None:
         raise ConfigError("--shape", text, _RIGHT)
-    count, low, high, output_low, output_high = (None if part is None else int(part) for part in match.groups())
-    assert count is not None
-    assert low is not None
-    assert output_low is not None
-    shape = Shape(count, Length(low, high or low), Length(output_low, output_high or output_low), seed, shared)
-    if count < 1 or low < 1 or output_low < 1 or shape.input.low > shape.input.high:
+    count, low, high, output_low, output_high = match.groups()
+    input, output = _length(low, high), _length(output_low, output_high)
+    if int(count) < 1 or not 1 <= input.low <= input.high or not 1 <= output.low <= output.high:
         raise ConfigError("--shape", text, _RIGHT)
-    if shape.output.low > shape.output.high:
-        raise ConfigError("--shape", text, _RIGHT)
-    if shared >= low:
+    if int(count) * input.high > MAX_TOKENS:
+        raise ConfigError("--shape", text, f"give prompts of at most {MAX_TOKENS:,} tokens in all")
+    if shared >= input.low:
         raise ConfigError("--shared-tokens", shared, f"give less than the shortest prompt ({low} tokens)")
-    return shape
+    return Shape(int(count), input, output, seed, shared)
+
+
+def _length(low: str, high: str | None) -> Length:
+    return Length(int(low), int(low if high is None else high))
 
 
 def _tokens(rng: random.Random, count: int) -> list[int]:

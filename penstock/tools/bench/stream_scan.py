@@ -8,26 +8,31 @@ import re
 from array import array
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 MAX_LINE_BYTES = 8 * 1024 * 1024
 _TAIL_READS = 4
 
-# Quotes inside a JSON text are escaped, so neither can match within an answer. An event of a completion counts though
-# its text is empty (half of a character, say) unless it only tells of the end; in a chat an empty text is the role's.
+# Quotes inside a JSON text are escaped, so none can match within an answer. An event of a completion counts though its
+# text is empty (half of a character, say) unless it only tells of the end, before its text or after it; in a chat an
+# empty text is the role's.
 _COMPLETION_TOKEN = re.compile(rb'"text":\s*"(?!"[^}]*"finish_reason":\s*")')
+_COMPLETION_END = re.compile(rb'"finish_reason":\s*"[^{}]*"text":\s*""')
 _CHAT_TOKEN = re.compile(rb'"(?:content|reasoning_content|reasoning)":\s*"(?!")')
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: _Count | None = None
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -58,6 +63,7 @@ class StreamScan:
     def __init__(self, *, chat: bool) -> None:
         self.token_times = array("d")
         self._token = _CHAT_TOKEN if chat else _COMPLETION_TOKEN
+        self._chat = chat
         self._rest = b""
         self._tail: deque[bytes] = deque(maxlen=_TAIL_READS)
 
@@ -69,9 +75,11 @@ class StreamScan:
             return len(self._rest) <= MAX_LINE_BYTES
         lines = self._rest + chunk[:end]
         self._rest = chunk[end:]
-        if len(lines) > 2:  # not just the empty line after an event
+        if b"data" in lines or b"error" in lines:  # not just the empty line after an event, or a sign of life
             self._tail.append(lines)
         count = len(self._token.findall(lines))
+        if count and not self._chat:
+            count -= len(_COMPLETION_END.findall(lines))
         if count:
             self.token_times.extend([at] * count)
         return True
@@ -86,13 +94,15 @@ class StreamScan:
             elif kind in (b"data", b"error"):
                 _take(data, ending)
         ending.is_whole = ending.is_whole and ending.error is None
+        if self.token_times and not ending.output_tokens:
+            ending.output_tokens = None  # a server that does not count says 0
         return ending
 
 
 def _take(data: bytes, ending: Ending) -> None:
     try:
         event = msgspec.json.decode(data, type=_Event)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return
     if event.error is not None:
         ending.error = describe_error(event.error)

@@ -11,6 +11,7 @@ import msgspec
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.simulated.profile import HostCost, Profile
+from penstock.errors import ConfigError
 from penstock.tools.profiler.fit import estimated_ms, fit_decode, fit_mixed, judge
 from penstock.tools.profiler.steps import (
     Limits,
@@ -23,6 +24,9 @@ from penstock.tools.profiler.stopwatch import Stopwatch, Timed
 
 MAX_MEDIAN_ERROR = 0.05
 _NUM_HELD_OUT = 30
+# Shorter ones leave nothing between which a line could be drawn.
+_LEAST_CONTEXT = 128
+_LEAST_TOKENS = 16
 _LONGEST_CONTEXT = {"cuda": 8192, "cpu": 1024}
 # Without a host tier to time: what a block's bytes take over PCIe.
 _TIER_BYTES_PER_MS = 20e6
@@ -55,7 +59,14 @@ class Subject:
 
 
 def limits_of(config: EngineConfig, graph_sizes: tuple[int, ...] = (), graph_tokens: tuple[int, ...] = ()) -> Limits:
+    """Return the sizes of steps that an engine allows. Raises ConfigError where they are too few to be a grid."""
     cache_tokens = (config.num_blocks - 1) * config.block_tokens
+    if config.max_context_tokens < _LEAST_CONTEXT:
+        raise ConfigError(
+            "--max-context-tokens", config.max_context_tokens, f"a profile needs steps of {_LEAST_CONTEXT} and more"
+        )
+    if config.max_step_tokens < _LEAST_TOKENS:
+        raise ConfigError("--max-step-tokens", config.max_step_tokens, f"a profile needs {_LEAST_TOKENS} and more")
     return Limits(
         max_rows=config.max_running,
         max_tokens=config.max_step_tokens,

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.cli import main
 from penstock.tools.bench.document import read_report
+from tests.server_process import write_tiny_model
 from tests.unit.tools.bench.stream_server import Script, served
 
 
@@ -63,6 +64,36 @@ def test_a_server_that_refuses_everything_is_status_1(capsys: pytest.CaptureFixt
 def test_a_bad_workload_is_one_sentence_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("serve", "--workload", "rate11") == 2
     assert "--workload: 'rate11' is not usable; give one of: mixed256" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+@pytest.mark.parametrize("place", ["none/a.file", "."])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    option: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = Script()
+    with server(script) as url:
+        assert run("serve", "--url", url, "--shape", "2x8+4", option, str(tmp_path / place)) == 2
+    assert capsys.readouterr().err.startswith(f"{option}: ")
+    assert not script.requests
+
+
+@pytest.mark.parametrize("value", ["nan", "0", "-1", "inf", "fast"])
+@pytest.mark.parametrize("option", ["--rate", "--speed"])
+def test_a_rate_that_is_none_is_one_sentence(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "--shape", "2x8+4", option, value) == 2
+    assert capsys.readouterr().err == f"{option}: {value!r} is not usable; give a number over 0\n"
+
+
+def test_an_engine_runs_a_trace_all_at_once_and_shares_what_it_shares(tmp_path: Path) -> None:
+    model, trace, json = write_tiny_model(tmp_path / "tiny"), tmp_path / "a.jsonl", tmp_path / "a.json"
+    line = '{"timestamp": %d, "input_length": 600, "output_length": 3, "hash_ids": [1, %d]}\n'
+    trace.write_text("".join(line % (number * 60_000, number + 2) for number in range(3)))
+    options = ["--load-format", "dummy", "--device", "cpu", "--threads", "1", "--kv-memory", "8MiB"]
+    assert run("offline", str(model), *options, "--trace", str(trace), "--limit", "2", "--json", str(json)) == 0
+    (found,) = read_report(json).runs
+    assert (found.label, found.num_completed, found.input_tokens, found.output_tokens) == ("a", 2, 1200, 6)
+    assert found.cached_tokens
 
 
 def test_two_reports_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,10 +85,29 @@ def test_an_engine_on_this_cpu_is_profiled(tmp_path: Path, capsys: pytest.Captur
     assert run("simulate", "--profile", str(out), "--shape", "3x20+4") == 0
 
 
+@pytest.mark.parametrize(
+    ("option", "small", "least"), [("--max-context-tokens", "16", "128"), ("--max-step-tokens", "8", "16")]
+)
+def test_an_engine_with_too_small_steps_is_not_profiled(
+    option: str, small: str, least: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    model, out = write_tiny_model(tmp_path / "tiny"), tmp_path / "tiny.json"
+    options = ["--load-format", "dummy", "--device", "cpu", "--threads", "1", "--kv-memory", "8MiB"]
+    assert run("bench", "profile", str(model), *options, "--max-running", "2", option, small, "--out", str(out)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"{option}: {small} is not usable") and least in error
+
+
 @pytest.mark.parametrize("name", ["nosuch", "h200-llama-8b@x", "nosuch@2"])
 def test_a_wrong_profile_is_refused_by_the_flag_that_named_it(name: str, capsys: pytest.CaptureFixture[str]):
     assert run("simulate", "--profile", name, *LOAD) == 2
     assert capsys.readouterr().err.startswith("--profile: ")
+
+
+@pytest.mark.parametrize("option", ["--json", "--against"])
+def test_a_scaled_fleet_has_no_report_to_write(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("simulate", *LOAD, "--slo-ttft", "500", "--autoscale", "promises", option, str(tmp_path / "a.json")) == 2
+    assert capsys.readouterr().err.startswith(f"{option}: ")
 
 
 @pytest.mark.parametrize("option", ["--slo-ttft", "--slo-tpot"])

@@ -83,6 +83,55 @@ def test_the_value_that_a_refusal_offers_fits(free_gib, options, option):
     assert plan(free_gib * GIB, **{**options, option: value}).rest_bytes >= 0
 
 
+def least_for(**options: object) -> int:
+    """Free memory for so large steps and hardly any KV beside the weights."""
+    low, high = 15 * GIB, 80 * GIB
+    while high - low > 2**20:
+        middle = (low + high) // 2
+        try:
+            plan(middle, **options)
+            high = middle
+        except ConfigError:
+            low = middle
+    return high
+
+
+def test_fewer_requests_are_offered_where_steps_of_so_many_do_not_fit():
+    free_bytes = least_for(max_running=40, max_step_tokens=40)
+    offered = re.search(r"--max-running.*; give (\d+), and --max-step-tokens (\d+)$", str(refusal(free_bytes)))
+    assert offered is not None
+    assert plan(free_bytes, max_running=int(offered[1]), max_step_tokens=int(offered[2])).max_running in (40, 41)
+
+
+def test_a_model_that_leaves_no_room_for_a_request_is_named():
+    free_bytes = least_for(max_running=1, max_step_tokens=1) - 2 * 2**20
+    assert str(refusal(free_bytes)).startswith("--model: ")
+
+
+@pytest.mark.parametrize("options", [{"kv_memory": "0"}, {"kv_memory": "1KiB", "max_context_tokens": 4096}])
+def test_a_cache_too_small_for_any_request_is_refused_with_one_that_does(options):
+    offered = re.search(r"--kv-memory: .*; give (\S+) or more$", str(refusal(80 * GIB, **options)))
+    assert offered is not None
+    assert plan(**{**options, "kv_memory": offered[1]}).num_blocks >= 1
+
+
+def test_a_cache_that_the_device_cannot_hold_is_not_offered():
+    text = str(refusal(24 * GIB, max_context_tokens=131072, kv_memory="2GiB"))
+    assert "give 16384 or less" in text and "--kv-memory" not in text
+
+
+def test_of_a_host_more_is_offered_than_it_gives_by_itself():
+    facts = dataclasses.replace(
+        GPU, kind="cpu", fast_dtypes=("float32",), attention_backends={"float32": ("reference",)}
+    )
+    options = {"max_context_tokens": 131072}
+    with pytest.raises(ConfigError, match="or --kv-memory") as caught:
+        resolve(gather(options, environ={}), LLAMA_8B, facts)
+    offered = str(caught.value).split()[-1]
+    found, _ = resolve(gather({**options, "kv_memory": offered}, environ={}), LLAMA_8B, facts)
+    assert found.memory.max_context_tokens == 131072
+
+
 def test_a_larger_kv_cache_is_offered_where_it_was_the_limit():
     text = str(refusal(80 * GIB, max_context_tokens=65536, kv_memory="2GiB"))
     offered = re.search(r"--kv-memory (\S+)", text)

@@ -17,6 +17,7 @@ class Script:
     first_seconds: float = 0.05
     token_seconds: float = 0.01
     status: int = 200
+    refusal: bytes = b'{"error": {"message": "too many"}}'  # where the status is another
     cut_after: int | None = None  # tokens, then the connection breaks
     end_after: int | None = None  # tokens, then the stream ends as if it were whole, without [DONE]
     error_after: int | None = None  # tokens, then an error event
@@ -68,7 +69,7 @@ class _Server:
             return web.json_response({"error": {"message": "what is this?"}}, status=400)
         # The probe, which asks for one token, is let through: scripts are about what comes after it.
         if script.status != 200 and body["max_tokens"] > 1:
-            return web.json_response({"error": {"message": "too many"}}, status=script.status)
+            return web.Response(body=script.refusal, status=script.status, content_type="application/json")
         script.num_open += 1
         script.max_open = max(script.max_open, script.num_open)
         try:

@@ -98,6 +98,14 @@ def test_a_figure_that_one_lacks_is_not_compared() -> None:
     assert "goodput, requests/s" not in {item.figure for item in compared}
 
 
+@pytest.mark.parametrize("value", [0.0, -5.0])
+def test_a_figure_that_cannot_be_is_not_compared(value: float) -> None:
+    broken = make_report(make_run(ttft_ms=distribution([value])))
+    compared = compare(make_report(make_run()), broken)
+    assert not [item for item in compared if item.figure.startswith("TTFT")]
+    assert "geometric mean" in shown(comparison_table(compared))
+
+
 def test_the_comparison_says_which_is_better() -> None:
     text = shown(comparison_table(compare(make_report(make_run()), make_report(make_run(scale=2.0)))))
     assert "2.000" in text
@@ -143,6 +151,22 @@ def test_what_others_wrote_is_escaped_in_the_page() -> None:
     assert "<script>" not in page
     assert "m&lt;1&gt;" in page
     assert "the queue is &lt;full&gt;" in page
+
+
+@pytest.mark.parametrize("label", [r"a $\foo{$ b", "_hidden", "日本語"])
+def test_any_name_is_shown_in_the_plots_as_it_is(label: str) -> None:
+    pytest.importorskip("matplotlib")
+    page = render_html(make_report(make_run(label), make_run("rate20", 0.5)))
+    distribution_plot = re.findall(r'base64,([^"]+)"', page)[-1]
+    assert label in base64.b64decode(distribution_plot).decode()
+
+
+def test_a_rate_at_which_all_failed_has_its_place_among_goodputs() -> None:
+    pytest.importorskip("matplotlib")
+    failed = make_run("rate77", rate=77.0, requests=[], num_completed=0, goodput=Goodput(500.0, None, 0, 0.0))
+    plots = re.findall(r'base64,([^"]+)"', render_html(make_report(make_run(), failed)))
+    has_its_tick = [">70<" in base64.b64decode(plot).decode() for plot in plots]
+    assert has_its_tick == [False, True, False]
 
 
 def test_a_run_without_requests_has_no_plots() -> None:

@@ -37,6 +37,18 @@ def test_shared_tokens_belong_to_a_shape() -> None:
         Work(names="cpu1", shared_tokens=4).workloads()
 
 
+def test_speed_belongs_to_a_trace() -> None:
+    with pytest.raises(ConfigError, match="give --trace too"):
+        Work(names="cpu1", speed=2.0).workloads()
+
+
+def test_a_list_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--workload: ',' is not usable"):
+        Work(names=",").workloads()
+    with pytest.raises(ConfigError, match="--rates"):
+        Arrivals(rates=" , ").apply(Work(names="cpu1").workloads())
+
+
 def test_arrivals_as_the_workload_says_are_the_default() -> None:
     workloads = Work(names="rate10").workloads()
     assert Arrivals().apply(workloads) == workloads

@@ -180,6 +180,11 @@ def test_a_refusal_is_counted_by_its_status() -> None:
     assert run.ttft_ms is None
 
 
+@pytest.mark.parametrize("refusal", [b"[" * 60_000, b"\xff", b""])
+def test_a_refusal_that_cannot_be_read_is_counted_too(refusal: bytes) -> None:
+    assert bench_one(Script(status=500, refusal=refusal)).errors == {"http 500": 4}
+
+
 @pytest.mark.parametrize(
     ("script", "kind"),
     [
@@ -222,6 +227,15 @@ def test_a_server_that_goes_away_leaves_connect_errors() -> None:
 
     result = run_virtually(main)
     assert [item.error for _, item in result.measured] == ["connect"] * 4
+
+
+def test_a_key_that_no_header_can_hold_is_refused() -> None:
+    async def main(now: Callable[[], float]) -> Report:
+        target = ServeTarget(url="http://127.0.0.1:9", api_key="one\ntwo")
+        return await bench_serve(target, _loads(), ServiceLevel(), now=now)
+
+    with pytest.raises(RemoteError, match="check --api-key"):
+        run_virtually(main)
 
 
 def test_what_is_not_a_url_is_refused() -> None:

@@ -45,6 +45,33 @@ def test_a_chats_tokens_are_its_texts(size: int) -> None:
     assert made.end().is_whole
 
 
+@pytest.mark.parametrize("size", [7, 10_000])
+def test_an_end_is_no_token_though_its_reason_comes_before_its_text(size: int) -> None:
+    made = scan(
+        b'data: {"choices":[{"index":0,"finish_reason":null,"text":"a"}]}\n\n'
+        b'data: {"choices":[{"index":0,"finish_reason":null,"text":""}]}\n\n'
+        b'data: {"choices":[{"index":0,"finish_reason":"length","text":""}]}\n\n',
+        size,
+    )
+    assert len(made.token_times) == 2
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_a_usage_that_cannot_be_is_none(count: int) -> None:
+    usage = b'data: {"choices":[],"usage":{"completion_tokens":%d}}\n\ndata: [DONE]\n\n' % count
+    ending = scan(b'data: {"choices":[{"text":"a"}]}\n\n' + usage, 10_000).end()
+    assert ending.is_whole
+    assert ending.output_tokens is None
+
+
+def test_signs_of_life_do_not_hide_the_usage() -> None:
+    usage = b'data: {"choices":[],"usage":{"completion_tokens":3}}\n\n'
+    made = StreamScan(chat=False)
+    for line in [usage, *[b": ping\n\n"] * 9, b"data: [DONE]\n\n"]:
+        made.push(line, 0.0)
+    assert made.end().output_tokens == 3
+
+
 def test_usage_is_read_from_the_end() -> None:
     ending = scan(COMPLETION, 10_000).end()
     assert (ending.input_tokens, ending.output_tokens, ending.cached_tokens) == (7, 3, 2)
@@ -78,7 +105,16 @@ def test_an_error_event_spoils_the_stream(event: bytes) -> None:
     assert ending.error == "it broke"
 
 
-@pytest.mark.parametrize("noise", [b": ping\n\n", b"data: {not json}\n\n", b"data: 3\n\n", b'data: {"choices":3}\n\n'])
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b": ping\n\n",
+        b"data: {not json}\n\n",
+        b"data: 3\n\n",
+        b'data: {"choices":3}\n\n',
+        b"data: " + b"[" * 100_000 + b"\n\n",
+    ],
+)
 def test_noise_is_passed_over(noise: bytes) -> None:
     made = scan(noise + COMPLETION + noise, 10_000)
     assert len(made.token_times) == 3

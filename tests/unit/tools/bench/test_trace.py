@@ -24,7 +24,7 @@ MOONCAKE = [
 
 def write(folder: Path, text: str) -> Path:
     file = folder / "trace.txt"
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     return file
 
 
@@ -71,16 +71,47 @@ def test_a_limit_takes_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "\ufeff" + AZURE,
+        "\n\n" + AZURE.replace("\n", "\r\n\r\n"),
+        '"TIMESTAMP", "ContextTokens", "GeneratedTokens"\n' + AZURE.partition("\n")[2].replace(",", ", "),
+        "Model,GeneratedTokens,ContextTokens,TIMESTAMP\nx,44,374,2023-11-16 18:15:46.6805900\n",
+    ],
+    ids=["byte order mark", "empty lines", "quotes and blanks", "another order"],
+)
+def test_a_table_is_read_however_it_was_saved(tmp_path: Path, text: str) -> None:
+    request = read_trace(write(tmp_path, text)).requests[0]
+    assert (request.prompt.num_tokens, request.max_tokens) == (374, 44)
+
+
+def test_json_lines_may_begin_with_a_mark_or_an_empty_line(tmp_path: Path) -> None:
+    lines = mooncake(tmp_path).read_text()
+    assert len(read_trace(write(tmp_path, "\ufeff\n" + lines)).requests) == len(MOONCAKE)
+
+
+def test_blocks_of_ids_that_differ_by_their_sign_only_differ(tmp_path: Path) -> None:
+    lines = [{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [item]} for item in (7, -7)]
+    first, second = read_trace(write(tmp_path, "\n".join(map(json.dumps, lines)))).requests
+    assert first.prompt.token_ids() != second.prompt.token_ids()
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "neither JSON lines nor a CSV"),
+        ("", "holds no requests"),
+        ("\n\n", "holds no requests"),
         ("a,b,c\n1,2,3\n", "line 1: it is neither"),
         (AZURE + "yesterday,1,2\n", "line 5: it is not a time"),
         (AZURE + "2023-11-16 18:15:46,1\n", "line 5: it is not a time"),
         (AZURE + "2023-11-16 18:15:46,0,2\n", "lengths must be positive"),
+        (AZURE + "2023-11-16 18:15:46,1000000000000000,2\n", "line 5: lengths must be at most 16777216"),
+        (AZURE + "2023-11-16 18:15:46,1,1000000000000000\n", "line 5: lengths must be at most 16777216"),
+        (AZURE + "9999-12-31 23:59:59,1,2\n", "more than a year apart"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
         ('{"timestamp": 1}\n', "line 1: .*input_length"),
         ('{"timestamp":1,"input_length":513,"output_length":1,"hash_ids":[1]}\n', "line 1: 513 tokens need 2 hash_ids"),
+        ('{"timestamp":1,"more":' + "[" * 100_000 + "\n", "line 1"),
     ],
 )
 def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str, words: str) -> None:

@@ -99,10 +99,17 @@ def test_a_shape_spells_count_input_and_output(text: str, inputs: set[int], outp
     assert {request.max_tokens for request in requests} == outputs
 
 
-@pytest.mark.parametrize("text", ["", "3x5", "x5+2", "0x5+2", "3x0+2", "3x5+0", "3x5-4+2", "3x5+3-2", "3x5+2 tokens"])
+@pytest.mark.parametrize(
+    "text", ["", "3x5", "x5+2", "0x5+2", "3x0+2", "3x5+0", "3x5-4+2", "3x5-0+2", "3x5+3-2", "3x5+2-0", "3x5+2 tokens"]
+)
 def test_a_shape_that_means_nothing_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="COUNTxINPUT"):
         parse_shape(text)
+
+
+def test_a_shape_of_more_tokens_than_memory_holds_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at most 100,000,000 tokens in all"):
+        parse_shape("1000000000x1-1024+1")
 
 
 def test_a_shared_prefix_must_be_shorter_than_the_prompts() -> None:
