@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
 from typing import TypeVar
 
 from penstock.errors import (
@@ -27,7 +28,7 @@ from penstock.protocol.errors import CATALOGUE
 from penstock.request import Tier
 from penstock.store.buckets import Bucket
 from penstock.store.ledger import day_of
-from penstock.store.quotas import RENEW_SECONDS, Lease, Need, QuotaStore, Refusal, Spent, Ticket
+from penstock.store.quotas import RENEW_SECONDS, Ask, Lease, Need, QuotaStore, Refusal, Spent, Ticket
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller, Usage
 
@@ -172,13 +173,11 @@ class Meter:
         lease = caller.voucher.lease if caller.voucher is not None else None
         instead_of = Ticket.parse(lease) if lease is not None else None
         quotas = self._limits_store()
-        try:
-            outcome = await self._ask(
-                self._thread, caller, lambda: quotas.admit(caller, need, instead_of), too_late=self._give_back
-            )
-        except LimitTooSmall:
+        job = self._thread.submit_among(caller.tenant, quotas.admit, Ask(caller, need, instead_of))
+        outcome = await self._answer(job, too_late=self._give_back)
+        if isinstance(outcome, LimitTooSmall):
             await self._count_request(caller, need.tier)
-            raise
+            raise outcome
         if isinstance(outcome, Refusal):
             raise self._refused(caller, model, need.tier, outcome)
         if outcome.tier is Tier.ONLINE:
@@ -191,7 +190,9 @@ class Meter:
         if moves or not caller.terms.limits.are_metered:
             return
         quotas = self._limits_store()
-        refusal = await self._ask(self._look_thread, caller, lambda: quotas.look(caller, least, likely_input_tokens))
+        refusal = await self._answer(
+            self._look_thread.submit_for(caller.tenant, lambda: quotas.look(caller, least, likely_input_tokens))
+        )
         if refusal is not None:
             raise self._refused(caller, model, least.tier, refusal)
 
@@ -201,23 +202,15 @@ class Meter:
             return
         quotas = self._quotas
         with contextlib.suppress(StoreUnavailable):
-            await self._ask(self._thread, caller, lambda: quotas.count_request(caller))
+            await self._answer(self._thread.submit_for(caller.tenant, lambda: quotas.count_request(caller)))
 
     def _limits_store(self) -> QuotaStore:
         if self._quotas is None:
             raise StoreUnavailable("this key has limits, and the server was started without a store to count in")
         return self._quotas
 
-    async def _ask(
-        self,
-        thread: StoreThread,
-        caller: Caller,
-        work: Callable[[], Result],
-        *,
-        too_late: Callable[[Result], None] | None = None,
-    ) -> Result:
-        """Ask the store, and wait no longer than `STORE_SECONDS`; what it says after that goes to `too_late`."""
-        job = thread.submit_for(caller.tenant, work)
+    async def _answer(self, job: "Future[Result]", *, too_late: Callable[[Result], None] | None = None) -> Result:
+        """Wait for the store, but no longer than `STORE_SECONDS`; what it says after that goes to `too_late`."""
         waiter = asyncio.wrap_future(job)
         try:
             await asyncio.wait((waiter,), timeout=STORE_SECONDS)
@@ -229,7 +222,7 @@ class Meter:
             raise StoreUnavailable(f"the store has not answered for {STORE_SECONDS:g} s; try again in a moment")
         return waiter.result()
 
-    def _give_back(self, outcome: Lease | Refusal) -> None:
+    def _give_back(self, outcome: Lease | Refusal | LimitTooSmall) -> None:
         """Take back what was reserved for a request that has stopped waiting for it."""
         if isinstance(outcome, Lease):
             self.book(None, (outcome, Spent(requests=0)))

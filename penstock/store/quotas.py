@@ -10,9 +10,9 @@ of HTTP or the engine.
 import math
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
@@ -116,61 +116,40 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     standing: dict[str, Bucket]
 
 
+class Ask(NamedTuple):
+    """A request that wants to be admitted. Who goes on with an answer has the ticket of the server that had it."""
+
+    caller: Caller
+    need: Need
+    instead_of: Ticket | None = None
+
+
 class QuotaStore:
     """The limits of all tenants."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def admit(self, caller: Caller, need: Need, instead_of: Ticket | None = None) -> Lease | Refusal:
-        """Reserve what a request may use. Raises LimitTooSmall for one that no wait would let in.
+    def admit(self, asks: Sequence[Ask]) -> list[Lease | Refusal | LimitTooSmall]:
+        """Reserve what requests of one tenant may use, one after the other, in one transaction.
 
-        Who goes on with an answer gives the ticket of the server that had it, `instead_of` which this one is. Where
-        that lease is still held, and nothing more is asked for than is reserved on it, the request moves: it was
-        admitted then and is not refused now, and nothing is added. Else it is a request like any other. The ticket is
-        believed: take it from those only who are known not to let an answer run in two places.
+        LimitTooSmall is for one that no wait would let in. One with a ticket moves where that lease is still held and
+        nothing more is asked for than is reserved on it: it was admitted then and is not refused now, and nothing is
+        added. Else it is a request like any other. Tickets are believed: take them from those only who are known not
+        to let an answer run in two places.
         """
-        limits = caller.terms.limits
+        (tenant,) = {ask.caller.tenant for ask in asks}
         with self._database.writing() as connection:
-            in_use = _lock(connection, caller.tenant, self._database)
+            in_use = _lock(connection, tenant, self._database)
             now = self._database.now(connection)
             is_set_back = now < in_use.at
-            in_use.move_to(now, limits)
-            if instead_of is not None and instead_of.covers(need) and _end_claim(connection, caller, instead_of, now):
-                day, input_tokens, output_tokens = instead_of.day, instead_of.input_tokens, instead_of.output_tokens
-            else:
-                _check_fits(limits, need)
-                day, input_tokens = in_use.day, need.input_tokens
-                output_tokens = _estimate(limits, need, in_use.mean_output_tokens)
-                _end_leases(connection, caller.tenant, in_use.at)
-                num_running = _count_running(connection, caller, in_use.at)
-                refusal = _refusal(limits, in_use, need, output_tokens, num_running)
-                if refusal is not None:
-                    if is_set_back:  # or the buckets would leak again only when the clock has caught up
-                        _write(connection, caller.tenant, in_use)
-                    return refusal
-                if need.tier is Tier.BATCH:
-                    in_use.add_to_day(input_tokens + output_tokens, day)
-                else:
-                    in_use.add(requests=1, input_tokens=input_tokens, output_tokens=output_tokens, day=day)
-            _write(connection, caller.tenant, in_use)
-            lease = Lease(
-                id=uuid.uuid4().hex,
-                tenant=caller.tenant,
-                limits=limits,
-                day=day,
-                input_tokens=input_tokens,
-                output_tokens=output_tokens,
-                num_answers=need.num_answers,
-                output_is_stated=need.output_is_stated,
-                tier=need.tier,
-                standing=in_use.buckets(limits),
-            )
-            if need.tier is Tier.ONLINE:  # only those are counted; and who records a batch's results settles them once
-                expires_at = in_use.at + LEASE_SECONDS
-                row = {"id": lease.id, "tenant": caller.tenant, "expires_at": expires_at}
-                connection.execute(insert(leases).values(row))
-            return lease
+            in_use.move_to(now, asks[0].caller.terms.limits)
+            _end_leases(connection, tenant, in_use.at)
+            outcomes = [_admit(connection, ask, in_use, now) for ask in asks]
+            # Set back, the buckets would else leak again only when the clock has caught up.
+            if is_set_back or any(isinstance(outcome, Lease) for outcome in outcomes):
+                _write(connection, tenant, in_use)
+        return outcomes
 
     def look(self, caller: Caller, least: Need, likely_input_tokens: int) -> Refusal | None:
         """Return why a request would be refused now, before its prompt is counted. Raises LimitTooSmall.
@@ -223,6 +202,45 @@ class QuotaStore:
                 renewed = insert_into(connection, leases, rows)
                 newer, still_theirs = {"expires_at": expires_at}, leases.c.tenant == renewed.excluded.tenant
                 connection.execute(renewed.on_conflict_do_update(index_elements=["id"], set_=newer, where=still_theirs))
+
+
+def _admit(connection: Connection, ask: Ask, in_use: InUse, now: float) -> Lease | Refusal | LimitTooSmall:
+    """Reserve for one request in `in_use`, and write its lease."""
+    caller, need, ticket = ask
+    limits = caller.terms.limits
+    if ticket is not None and ticket.covers(need) and _end_claim(connection, caller, ticket, now):
+        day, input_tokens, output_tokens = ticket.day, ticket.input_tokens, ticket.output_tokens
+    else:
+        try:
+            _check_fits(limits, need)
+        except LimitTooSmall as error:
+            return error
+        day, input_tokens = in_use.day, need.input_tokens
+        output_tokens = _estimate(limits, need, in_use.mean_output_tokens)
+        num_running = _count_running(connection, caller, in_use.at)
+        refusal = _refusal(limits, in_use, need, output_tokens, num_running)
+        if refusal is not None:
+            return refusal
+        if need.tier is Tier.BATCH:
+            in_use.add_to_day(input_tokens + output_tokens, day)
+        else:
+            in_use.add(requests=1, input_tokens=input_tokens, output_tokens=output_tokens, day=day)
+    lease = Lease(
+        id=uuid.uuid4().hex,
+        tenant=caller.tenant,
+        limits=limits,
+        day=day,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        num_answers=need.num_answers,
+        output_is_stated=need.output_is_stated,
+        tier=need.tier,
+        standing=in_use.buckets(limits),
+    )
+    if need.tier is Tier.ONLINE:  # only those are counted; and who records a batch's results settles them once
+        row = {"id": lease.id, "tenant": caller.tenant, "expires_at": in_use.at + LEASE_SECONDS}
+        connection.execute(insert(leases).values(row))
+    return lease
 
 
 def settle(database: Database, connection: Connection, ended: Iterable[tuple[Lease, Spent]]) -> None:

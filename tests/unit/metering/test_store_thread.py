@@ -49,3 +49,47 @@ def test_a_failure_is_told_to_whoever_asked_and_to_nobody_else(thread):
     with pytest.raises(ZeroDivisionError):
         thread.submit_for("alice", lambda: 1 / 0).result(10)
     assert thread.submit_for("alice", lambda: "well").result(10) == "well"
+
+
+def test_what_waits_for_the_same_work_is_done_in_one_call(thread, gate):
+    calls = []
+
+    def double(numbers):
+        calls.append(list(numbers))
+        return [2 * number for number in numbers]
+
+    jobs = [thread.submit_among("alice", double, number) for number in range(3)]
+    other = thread.submit_among("bob", double, 10)
+    assert jobs[1].cancel()
+    between = thread.submit_for("alice", lambda: calls.append("between"))
+    last = thread.submit_among("alice", double, 3)
+    gate.set()
+    assert [jobs[0].result(10), jobs[2].result(10), other.result(10), last.result(10)] == [0, 4, 20, 6]
+    assert between.done()
+    assert calls == [[0, 2], [10], "between", [3]]
+
+
+def test_a_flood_is_done_in_pieces_between_which_others_have_their_turn(thread, gate):
+    calls = []
+
+    def note(names):
+        calls.append(set(names))
+        return names
+
+    flood = [thread.submit_among("flood", note, "flood") for _ in range(100)]
+    for _ in range(2):
+        last = thread.submit_among("alice", note, "alice")
+    gate.set()
+    assert {job.result(10) for job in (*flood, last)} == {"flood", "alice"}
+    assert calls[:3] == [{"flood"}, {"alice"}, {"flood"}]
+
+
+def test_a_failure_of_what_is_done_together_is_told_to_all_of_them(thread, gate):
+    def fail(numbers):
+        raise ZeroDivisionError
+
+    jobs = [thread.submit_among("alice", fail, number) for number in range(2)]
+    gate.set()
+    for job in jobs:
+        with pytest.raises(ZeroDivisionError):
+            job.result(10)

@@ -22,7 +22,7 @@ from penstock.request import FinishReason
 from penstock.store.database import Database
 from penstock.store.key_ring import load_keys
 from penstock.store.ledger import UsageLedger
-from penstock.store.quotas import Lease, Need, QuotaStore, Spent, settle
+from penstock.store.quotas import Ask, Lease, Need, QuotaStore, Spent, settle
 from penstock.tenants import SHADOW_HEADER, SHADOW_TENANT, Caller, KeyTerms, Limits, Voucher
 from tests.unit.server.conftest import Service, listening, running_service, until
 from tests.unit.server.sse import events_in
@@ -69,7 +69,7 @@ def tokens_left_today(store, name, limit):
     while low < high:
         middle = (low + high + 1) // 2
         need = Need(input_tokens=0, most_output_tokens=middle, output_is_stated=True)
-        outcome = QuotaStore(database).admit(Caller(name, terms), need)
+        (outcome,) = QuotaStore(database).admit([Ask(Caller(name, terms), need)])
         if isinstance(outcome, Lease):
             with database.writing() as connection:
                 settle(database, connection, [(outcome, Spent(requests=0))])
@@ -559,7 +559,7 @@ async def test_openais_client_waits_as_long_as_it_is_told(store):
         database = service.context.tenancy.database
         need = Need(input_tokens=0, most_output_tokens=0, output_is_stated=True)
         alice = Caller("alice", KeyTerms(limits=Limits(requests_per_minute=20)))
-        while isinstance(await asyncio.to_thread(QuotaStore(database).admit, alice, need), Lease):
+        while isinstance((await asyncio.to_thread(QuotaStore(database).admit, [Ask(alice, need)]))[0], Lease):
             pass
         async with (
             listening(service.context) as url,

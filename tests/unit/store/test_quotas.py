@@ -15,7 +15,7 @@ from penstock.request import Tier
 from penstock.store.buckets import InUse
 from penstock.store.database import Database
 from penstock.store.ledger import UsageLedger
-from penstock.store.quotas import LEASE_SECONDS, Lease, Need, QuotaStore, Refusal, Spent, Ticket, settle
+from penstock.store.quotas import LEASE_SECONDS, Ask, Lease, Need, QuotaStore, Refusal, Spent, Ticket, settle
 from penstock.tenants import Caller, KeyTerms, Limits
 from tests.unit.store.conftest import NOON, Clock
 
@@ -32,6 +32,14 @@ def need(input_tokens=10, output=10, *, stated=True, answers=1, least=0):
         least_output_tokens=least,
         num_answers=answers,
     )
+
+
+def admit(quotas, caller, need, instead_of=None):
+    """Ask for one request; LimitTooSmall is raised."""
+    (outcome,) = quotas.admit([Ask(caller, need, instead_of)])
+    if isinstance(outcome, LimitTooSmall):
+        raise outcome
+    return outcome
 
 
 def end(database, lease, **spent):
@@ -66,82 +74,82 @@ def refused(outcome):
 def test_a_used_up_limit_is_named_with_the_wait_that_ends_it(quotas, clock, limits, name, wait):
     alice = caller(**limits)
     for _ in range(2):
-        admitted(quotas.admit(alice, need()))
-    refusal = refused(quotas.admit(alice, need()))
+        admitted(admit(quotas, alice, need()))
+    refusal = refused(admit(quotas, alice, need()))
     assert (refusal.limit, refusal.most, refusal.retry_after_seconds) == (name, limits[name], wait)
     clock.now += wait - 0.01
-    refused(quotas.admit(alice, need()))
+    refused(admit(quotas, alice, need()))
     clock.now += 0.01
-    admitted(quotas.admit(alice, need()))
+    admitted(admit(quotas, alice, need()))
 
 
 def test_the_longest_of_several_waits_is_told(quotas):
     alice = caller(requests_per_minute=1, tokens_per_day=30)
-    admitted(quotas.admit(alice, need()))
-    assert refused(quotas.admit(alice, need())).limit == "tokens_per_day"
+    admitted(admit(quotas, alice, need()))
+    assert refused(admit(quotas, alice, need())).limit == "tokens_per_day"
 
 
 def test_a_refusal_uses_nothing(quotas, clock):
     alice = caller(requests_per_minute=1)
-    admitted(quotas.admit(alice, need()))
+    admitted(admit(quotas, alice, need()))
     for _ in range(50):
-        refused(quotas.admit(alice, need()))
+        refused(admit(quotas, alice, need()))
     clock.now += 60
-    admitted(quotas.admit(alice, need()))
+    admitted(admit(quotas, alice, need()))
 
 
 def test_what_was_not_used_comes_back_at_the_end(quotas, sqlite_database):
     alice = caller(output_tokens_per_minute=100)
-    lease = admitted(quotas.admit(alice, need(output=100)))
-    refused(quotas.admit(alice, need(output=90)))
+    lease = admitted(admit(quotas, alice, need(output=100)))
+    refused(admit(quotas, alice, need(output=90)))
     end(sqlite_database, lease, input_tokens=10, output_tokens=10)
-    admitted(quotas.admit(alice, need(output=90)))
+    admitted(admit(quotas, alice, need(output=90)))
 
 
 def test_a_request_turned_away_through_no_fault_of_its_own_costs_nothing(quotas, sqlite_database):
     alice = caller(requests_per_minute=1, tokens_per_day=20)
-    end(sqlite_database, admitted(quotas.admit(alice, need())), requests=0)
-    admitted(quotas.admit(alice, need()))
+    end(sqlite_database, admitted(admit(quotas, alice, need())), requests=0)
+    admitted(admit(quotas, alice, need()))
 
 
 def test_an_answer_longer_than_its_estimate_delays_the_next(quotas, sqlite_database):
     alice = caller(output_tokens_per_minute=600)
-    lease = admitted(quotas.admit(alice, need(output=5000, stated=False)))
+    lease = admitted(admit(quotas, alice, need(output=5000, stated=False)))
     assert lease.output_tokens == 256
     end(sqlite_database, lease, output_tokens=1000)
-    assert refused(quotas.admit(alice, need(output=100))).retry_after_seconds == 50.0
+    assert refused(admit(quotas, alice, need(output=100))).retry_after_seconds == 50.0
 
 
 def test_the_estimate_is_learnt_from_the_tenants_answers(quotas, sqlite_database):
     alice, bob = caller(output_tokens_per_minute=10**6), caller("bob", output_tokens_per_minute=10**6)
     for _ in range(100):
-        lease = admitted(quotas.admit(alice, need(output=4000, stated=False, answers=2)))
+        lease = admitted(admit(quotas, alice, need(output=4000, stated=False, answers=2)))
         end(sqlite_database, lease, output_tokens=20)
-    assert admitted(quotas.admit(alice, need(output=4000, stated=False))).output_tokens in (10, 11)
-    assert admitted(quotas.admit(bob, need(output=4000, stated=False))).output_tokens == 256
+    assert admitted(admit(quotas, alice, need(output=4000, stated=False))).output_tokens in (10, 11)
+    assert admitted(admit(quotas, bob, need(output=4000, stated=False))).output_tokens == 256
 
 
 def test_answers_that_were_limited_teach_nothing_of_those_that_are_not(quotas, sqlite_database):
     alice = caller(output_tokens_per_minute=10**6)
     for _ in range(60):
-        end(sqlite_database, admitted(quotas.admit(alice, need(output=1))), output_tokens=1)
-    assert admitted(quotas.admit(alice, need(output=4000, stated=False))).output_tokens == 256
+        end(sqlite_database, admitted(admit(quotas, alice, need(output=1))), output_tokens=1)
+    assert admitted(admit(quotas, alice, need(output=4000, stated=False))).output_tokens == 256
 
 
 def test_an_answer_that_was_cut_short_teaches_only_that_answers_are_longer(quotas, sqlite_database):
     alice = caller(output_tokens_per_minute=10**6)
     for length, estimate in ((1, 256), (356, 266)):
-        lease = admitted(quotas.admit(alice, need(output=4000, stated=False)))
+        lease = admitted(admit(quotas, alice, need(output=4000, stated=False)))
         end(sqlite_database, lease, output_tokens=length, is_whole=False)
-        assert admitted(quotas.admit(alice, need(output=4000, stated=False))).output_tokens == estimate
+        assert admitted(admit(quotas, alice, need(output=4000, stated=False))).output_tokens == estimate
 
 
 def test_what_an_answer_has_for_certain_is_reserved_however_short_the_tenants_answers_are(quotas):
     alice = caller(output_tokens_per_minute=1000)
-    assert admitted(quotas.admit(alice, need(output=4000, stated=False, least=600))).output_tokens == 600
-    assert refused(quotas.admit(alice, need(output=4000, stated=False, least=600))).limit == "output_tokens_per_minute"
+    assert admitted(admit(quotas, alice, need(output=4000, stated=False, least=600))).output_tokens == 600
+    assert refused(admit(quotas, alice, need(output=4000, stated=False, least=600))).limit == "output_tokens_per_minute"
     with pytest.raises(LimitTooSmall, match="1001"):
-        quotas.admit(alice, need(output=4000, stated=False, least=1001))
+        admit(quotas, alice, need(output=4000, stated=False, least=1001))
 
 
 @pytest.mark.parametrize(
@@ -151,31 +159,31 @@ def test_what_was_used_beyond_a_day_is_paid_by_the_next_and_by_no_other(
     quotas, sqlite_database, clock, used, wait, left
 ):
     alice = caller(tokens_per_day=100)
-    lease = admitted(quotas.admit(alice, need(output=5000, stated=False)))
+    lease = admitted(admit(quotas, alice, need(output=5000, stated=False)))
     end(sqlite_database, lease, input_tokens=10, output_tokens=used - 10)
-    assert refused(quotas.admit(alice, need())).retry_after_seconds == wait
+    assert refused(admit(quotas, alice, need())).retry_after_seconds == wait
     clock.now += wait - 1
-    refused(quotas.admit(alice, need()))
+    refused(admit(quotas, alice, need()))
     clock.now += 1
-    admitted(quotas.admit(alice, need(1, left - 1)))
-    assert refused(quotas.admit(alice, need(1, 1))).retry_after_seconds == 86400
+    admitted(admit(quotas, alice, need(1, left - 1)))
+    assert refused(admit(quotas, alice, need(1, 1))).retry_after_seconds == 86400
 
 
 def test_an_answer_that_outgrows_its_estimate_over_midnight_is_paid_by_the_new_day(quotas, sqlite_database, clock):
     alice = caller(tokens_per_day=100)
-    lease = admitted(quotas.admit(alice, need(output=5000, stated=False)))
+    lease = admitted(admit(quotas, alice, need(output=5000, stated=False)))
     clock.now += 43200
     end(sqlite_database, lease, input_tokens=10, output_tokens=160)
-    assert refused(quotas.admit(alice, need(output=30))).limit == "tokens_per_day"
-    admitted(quotas.admit(alice, need(output=20)))
+    assert refused(admit(quotas, alice, need(output=30))).limit == "tokens_per_day"
+    admitted(admit(quotas, alice, need(output=20)))
 
 
 def test_a_look_tells_what_admission_would_and_changes_nothing(quotas, sqlite_database, clock):
     alice = caller(requests_per_minute=2, concurrent_requests=2)
     for _ in range(3):
         assert quotas.look(alice, need(), 10) is None
-    leases = [admitted(quotas.admit(alice, need())) for _ in range(2)]
-    assert refused(quotas.look(alice, need(), 10)) == refused(quotas.admit(alice, need()))
+    leases = [admitted(admit(quotas, alice, need())) for _ in range(2)]
+    assert refused(quotas.look(alice, need(), 10)) == refused(admit(quotas, alice, need()))
     clock.now += 29
     quotas.renew({lease.id: alice.tenant for lease in leases})
     clock.now += 1
@@ -193,32 +201,32 @@ def test_whoever_comes_back_when_a_look_told_is_let_through(used, likely, output
         clock = Clock()
         database = Database.open(f"{folder}/s.db", clock=clock)
         quotas, alice = QuotaStore(database), caller(**limits)
-        admitted(quotas.admit(alice, need(used, output)))
+        admitted(admit(quotas, alice, need(used, output)))
         refusal = refused(quotas.look(alice, need(1, output), likely))
         clock.now += refusal.retry_after_seconds
         assert quotas.look(alice, need(1, output), likely) is None
-        admitted(quotas.admit(alice, need(max(1, min(likely, 60)), output)))
+        admitted(admit(quotas, alice, need(max(1, min(likely, 60)), output)))
         database.close()
 
 
 def test_after_a_clock_was_set_back_a_look_leaves_the_word_to_admission(quotas, clock):
     alice = caller(requests_per_minute=1)
-    admitted(quotas.admit(alice, need()))
+    admitted(admit(quotas, alice, need()))
     clock.now -= 3600
     assert quotas.look(alice, need(), 10) is None
-    refused(quotas.admit(alice, need()))
+    refused(admit(quotas, alice, need()))
     assert refused(quotas.look(alice, need(), 10)).retry_after_seconds == 60.0
 
 
 def test_a_request_that_ended_before_it_was_admitted_can_be_counted(quotas, clock):
     alice = caller(requests_per_minute=1)
     quotas.count_request(alice)
-    assert refused(quotas.admit(alice, need())).retry_after_seconds == 60.0
+    assert refused(admit(quotas, alice, need())).retry_after_seconds == 60.0
 
 
 def test_an_estimate_never_makes_a_request_wait_for_ever(quotas):
     alice = caller(output_tokens_per_minute=50, tokens_per_day=30)
-    assert admitted(quotas.admit(alice, need(output=4000, stated=False))).output_tokens == 20
+    assert admitted(admit(quotas, alice, need(output=4000, stated=False))).output_tokens == 20
 
 
 @pytest.mark.parametrize(
@@ -231,88 +239,88 @@ def test_an_estimate_never_makes_a_request_wait_for_ever(quotas):
 )
 def test_what_can_never_fit_is_not_told_to_wait(quotas, limits, param):
     with pytest.raises(LimitTooSmall) as caught:
-        quotas.admit(caller(**limits), need())
+        admit(quotas, caller(**limits), need())
     assert caught.value.param == param
 
 
 def test_concurrent_requests_are_counted_until_they_end(quotas, sqlite_database):
     alice = caller(concurrent_requests=2)
-    first = admitted(quotas.admit(alice, need()))
-    admitted(quotas.admit(alice, need()))
-    assert refused(quotas.admit(alice, need())).limit == "concurrent_requests"
-    admitted(quotas.admit(caller("bob", concurrent_requests=1), need()))
+    first = admitted(admit(quotas, alice, need()))
+    admitted(admit(quotas, alice, need()))
+    assert refused(admit(quotas, alice, need())).limit == "concurrent_requests"
+    admitted(admit(quotas, caller("bob", concurrent_requests=1), need()))
     end(sqlite_database, first)
-    admitted(quotas.admit(alice, need()))
+    admitted(admit(quotas, alice, need()))
 
 
 def test_a_killed_processs_leases_run_out_and_its_estimate_stands(quotas, sqlite_database, clock):
     alice = caller(concurrent_requests=1, tokens_per_day=100)
-    lost = admitted(quotas.admit(alice, need(output=50)))
+    lost = admitted(admit(quotas, alice, need(output=50)))
     clock.now += LEASE_SECONDS + 1
-    admitted(quotas.admit(alice, need(output=10)))
+    admitted(admit(quotas, alice, need(output=10)))
     end(sqlite_database, lost, output_tokens=0)
     clock.now += LEASE_SECONDS + 1
-    assert refused(quotas.admit(alice, need(output=20))).limit == "tokens_per_day"
+    assert refused(admit(quotas, alice, need(output=20))).limit == "tokens_per_day"
 
 
 def test_who_goes_on_with_an_answer_takes_its_lease_over_once(quotas):
     alice = caller(concurrent_requests=1, requests_per_minute=1)
-    begun = admitted(quotas.admit(alice, need()))
-    refused(quotas.admit(alice, need()))
+    begun = admitted(admit(quotas, alice, need()))
+    refused(admit(quotas, alice, need()))
     other = caller("bob", requests_per_minute=1)
-    admitted(quotas.admit(other, need()))
-    refused(quotas.admit(other, need(), begun.ticket))  # another tenant's
-    admitted(quotas.admit(alice, need(), begun.ticket))
-    refused(quotas.admit(alice, need(), begun.ticket))
+    admitted(admit(quotas, other, need()))
+    refused(admit(quotas, other, need(), begun.ticket))  # another tenant's
+    admitted(admit(quotas, alice, need(), begun.ticket))
+    refused(admit(quotas, alice, need(), begun.ticket))
 
 
 def test_what_goes_on_elsewhere_is_one_request_and_reserved_once(quotas, sqlite_database):
     alice = caller(requests_per_minute=5, tokens_per_day=100)
-    begun = admitted(quotas.admit(alice, need(10, 30)))
-    heir = admitted(quotas.admit(alice, need(10, 30), begun.ticket))
+    begun = admitted(admit(quotas, alice, need(10, 30)))
+    heir = admitted(admit(quotas, alice, need(10, 30), begun.ticket))
     assert heir.standing["requests_per_minute"].remaining == 4
-    refused(quotas.admit(alice, need(10, 51)))
+    refused(admit(quotas, alice, need(10, 51)))
     end(sqlite_database, heir, input_tokens=10, output_tokens=20)
-    admitted(quotas.admit(alice, need(10, 60)))
+    admitted(admit(quotas, alice, need(10, 60)))
 
 
 def test_more_than_was_reserved_is_not_taken_over(quotas):
     alice = caller(concurrent_requests=2, tokens_per_day=100)
-    begun = admitted(quotas.admit(alice, need(10, 30)))
-    refused(quotas.admit(alice, need(10, 51), begun.ticket))
-    admitted(quotas.admit(alice, need(10, 50), begun.ticket))  # one more request, and all that is left of the day
-    assert refused(quotas.admit(alice, need(1, 1))).limit == "tokens_per_day"
+    begun = admitted(admit(quotas, alice, need(10, 30)))
+    refused(admit(quotas, alice, need(10, 51), begun.ticket))
+    admitted(admit(quotas, alice, need(10, 50), begun.ticket))  # one more request, and all that is left of the day
+    assert refused(admit(quotas, alice, need(1, 1))).limit == "tokens_per_day"
 
 
 def test_a_lease_that_has_run_out_cannot_be_taken_over(quotas, clock):
     alice = caller(concurrent_requests=1)
-    begun = admitted(quotas.admit(alice, need()))
+    begun = admitted(admit(quotas, alice, need()))
     clock.now += LEASE_SECONDS
-    admitted(quotas.admit(alice, need()))
-    assert refused(quotas.admit(alice, need(), begun.ticket)).limit == "concurrent_requests"
+    admitted(admit(quotas, alice, need()))
+    assert refused(admit(quotas, alice, need(), begun.ticket)).limit == "concurrent_requests"
 
 
 def test_a_request_that_moves_over_midnight_stays_with_the_day_on_which_it_began(quotas, clock, sqlite_database):
     clock.now += 43200 - 1
     alice = caller(tokens_per_day=100)
-    begun = admitted(quotas.admit(alice, need(10, 90)))
+    begun = admitted(admit(quotas, alice, need(10, 90)))
     clock.now += 2
-    heir = admitted(quotas.admit(alice, need(10, 90), begun.ticket))
+    heir = admitted(admit(quotas, alice, need(10, 90), begun.ticket))
     end(sqlite_database, heir, input_tokens=10, output_tokens=90)
-    admitted(quotas.admit(alice, need(10, 90)))
+    admitted(admit(quotas, alice, need(10, 90)))
 
 
 def test_a_holder_that_lives_neither_settles_nor_renews_what_was_taken_over(quotas, sqlite_database, clock):
     alice = caller(concurrent_requests=1, tokens_per_day=100)
-    begun = admitted(quotas.admit(alice, need(10, 30)))
-    heir = admitted(quotas.admit(alice, need(10, 30), begun.ticket))
+    begun = admitted(admit(quotas, alice, need(10, 30)))
+    heir = admitted(admit(quotas, alice, need(10, 30), begun.ticket))
     clock.now += LEASE_SECONDS - 1
     quotas.renew({begun.id: "alice", heir.id: "alice"})
     end(sqlite_database, begun, input_tokens=1, output_tokens=1)
     quotas.renew({begun.id: "alice"})
     end(sqlite_database, heir, input_tokens=10, output_tokens=20)
-    refused(quotas.admit(alice, need(10, 61), begun.ticket))
-    admitted(quotas.admit(alice, need(10, 60), begun.ticket))
+    refused(admit(quotas, alice, need(10, 61), begun.ticket))
+    admitted(admit(quotas, alice, need(10, 60), begun.ticket))
 
 
 @pytest.mark.parametrize("text", ["", "none", "a.2026-01-01.1.1", f"{'a' * 32}.2026-01-01.-1.5"])
@@ -321,90 +329,90 @@ def test_what_is_no_ticket_is_none(text):
 
 
 def test_a_ticket_says_the_same_when_it_is_read_again(quotas):
-    ticket = admitted(quotas.admit(caller(tokens_per_day=100), need(7, 8))).ticket
+    ticket = admitted(admit(quotas, caller(tokens_per_day=100), need(7, 8))).ticket
     assert Ticket.parse(str(ticket)) == ticket
 
 
 def test_a_renewed_lease_does_not_run_out(quotas, clock):
     alice = caller(concurrent_requests=1)
-    lease = admitted(quotas.admit(alice, need()))
+    lease = admitted(admit(quotas, alice, need()))
     for _ in range(5):
         clock.now += LEASE_SECONDS - 1
         quotas.renew({lease.id: alice.tenant})
-    assert refused(quotas.admit(alice, need())).limit == "concurrent_requests"
+    assert refused(admit(quotas, alice, need())).limit == "concurrent_requests"
 
 
 def test_nothing_is_settled_twice(quotas, sqlite_database):
     alice = caller(tokens_per_day=100)
-    lease = admitted(quotas.admit(alice, need(output=50)))
+    lease = admitted(admit(quotas, alice, need(output=50)))
     for _ in range(3):
         end(sqlite_database, lease, input_tokens=10, output_tokens=40)
-    assert refused(quotas.admit(alice, need(output=41))).limit == "tokens_per_day"
-    admitted(quotas.admit(alice, need(output=40)))
+    assert refused(admit(quotas, alice, need(output=41))).limit == "tokens_per_day"
+    admitted(admit(quotas, alice, need(output=40)))
 
 
 def test_a_day_ends_at_midnight_utc_whenever_a_request_began(quotas, sqlite_database, clock):
     alice = caller(tokens_per_day=30)
-    lease = admitted(quotas.admit(alice, need()))
+    lease = admitted(admit(quotas, alice, need()))
     clock.now += 43200
-    admitted(quotas.admit(alice, need()))
+    admitted(admit(quotas, alice, need()))
     end(sqlite_database, lease, input_tokens=0, output_tokens=0)
-    refused(quotas.admit(alice, need()))
+    refused(admit(quotas, alice, need()))
 
 
 def test_a_clock_set_back_gives_nothing_away_and_takes_nothing(quotas, clock):
     alice = caller(requests_per_minute=1)
-    admitted(quotas.admit(alice, need()))
+    admitted(admit(quotas, alice, need()))
     clock.now -= 3600
-    assert refused(quotas.admit(alice, need())).retry_after_seconds == 60.0
+    assert refused(admit(quotas, alice, need())).retry_after_seconds == 60.0
     clock.now += 60
-    admitted(quotas.admit(alice, need()))
+    admitted(admit(quotas, alice, need()))
 
 
 def test_a_clock_set_back_over_midnight_begins_no_day_again(quotas, clock):
     clock.now += 43200 + 1800
     alice = caller(tokens_per_day=20)
-    admitted(quotas.admit(alice, need()))
+    admitted(admit(quotas, alice, need()))
     clock.now -= 3600
-    assert refused(quotas.admit(alice, need())).retry_after_seconds == 86400 + 1800
+    assert refused(admit(quotas, alice, need())).retry_after_seconds == 86400 + 1800
     clock.now += 86400 + 1800
-    admitted(quotas.admit(alice, need()))
+    admitted(admit(quotas, alice, need()))
 
 
 def test_a_lease_that_a_clock_set_forward_ended_is_back_when_it_is_renewed(quotas, sqlite_database, clock):
     alice = caller(concurrent_requests=1, tokens_per_day=100)
-    lease = admitted(quotas.admit(alice, need(output=50)))
+    lease = admitted(admit(quotas, alice, need(output=50)))
     clock.now += 3600
-    other = admitted(quotas.admit(alice, need()))
+    other = admitted(admit(quotas, alice, need()))
     end(sqlite_database, other, input_tokens=10, output_tokens=10)
     quotas.renew({lease.id: alice.tenant})
-    assert refused(quotas.admit(alice, need())).limit == "concurrent_requests"
+    assert refused(admit(quotas, alice, need())).limit == "concurrent_requests"
     end(sqlite_database, lease, input_tokens=10, output_tokens=10)
-    admitted(quotas.admit(alice, need(output=50)))
+    admitted(admit(quotas, alice, need(output=50)))
 
 
 def test_a_killed_processs_leases_run_out_though_the_clock_was_set_back(quotas, clock):
     alice = caller(concurrent_requests=1)
-    admitted(quotas.admit(alice, need()))
+    admitted(admit(quotas, alice, need()))
     clock.now -= 3600
-    assert refused(quotas.admit(alice, need())).limit == "concurrent_requests"
+    assert refused(admit(quotas, alice, need())).limit == "concurrent_requests"
     clock.now += LEASE_SECONDS
-    admitted(quotas.admit(alice, need()))
+    admitted(admit(quotas, alice, need()))
 
 
 def test_a_lease_that_is_renewed_outlives_a_clock_set_back(quotas, clock):
     alice = caller(concurrent_requests=1)
-    lease = admitted(quotas.admit(alice, need()))
+    lease = admitted(admit(quotas, alice, need()))
     clock.now -= 3600
     for _ in range(4):
-        assert refused(quotas.admit(alice, need())).limit == "concurrent_requests"
+        assert refused(admit(quotas, alice, need())).limit == "concurrent_requests"
         quotas.renew({lease.id: alice.tenant})
         clock.now += LEASE_SECONDS - 1
 
 
 def test_the_standing_is_told_with_the_admission(quotas):
     alice = caller(requests_per_minute=10, input_tokens_per_minute=100)
-    standing = admitted(quotas.admit(alice, need(input_tokens=40))).standing
+    standing = admitted(admit(quotas, alice, need(input_tokens=40))).standing
     assert {name: (item.limit, item.remaining, item.reset_seconds) for name, item in standing.items()} == {
         "requests_per_minute": (10, 9, 6.0),
         "input_tokens_per_minute": (100, 60, 24.0),
@@ -468,7 +476,7 @@ def test_reservations_and_settlements_add_up_to_the_truth(tmp_path_factory, step
     for step in steps:
         if step[0] == "admit":
             _, name, input_tokens, output_tokens = step
-            outcome = quotas.admit(caller(name, **terms), need(input_tokens, output_tokens))
+            outcome = admit(quotas, caller(name, **terms), need(input_tokens, output_tokens))
             own = [lease for lease in held if lease.tenant == name]
             fits = used[name] + input_tokens + output_tokens <= 300 and len(own) < 3
             assert isinstance(outcome, Lease) == fits
@@ -512,7 +520,7 @@ def test_whatever_is_taken_over_no_more_runs_or_is_served_than_the_limits_allow(
             clock.now += which
         elif action == "admit" or (action == "take over" and lease is not None):
             wish = need(which, amount) if action == "admit" else need(lease.input_tokens, amount)
-            outcome = quotas.admit(alice, wish, lease.ticket if action == "take over" else None)
+            outcome = admit(quotas, alice, wish, lease.ticket if action == "take over" else None)
             moves = action == "take over" and lease.id in running and amount <= lease.output_tokens
             total = wish.input_tokens + amount
             fits = len(running) < 2 and sum(charged.values()) + total <= 200
@@ -541,7 +549,7 @@ import json, random, sys, threading
 from penstock.errors import StoreUnavailable
 from penstock.store.database import Database
 from penstock.store.ledger import add_usage
-from penstock.store.quotas import Lease, Need, QuotaStore, Spent, settle
+from penstock.store.quotas import Ask, Lease, Need, QuotaStore, Spent, settle
 from penstock.tenants import Caller, Limits, KeyTerms, Usage
 
 location, name, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -554,7 +562,7 @@ def work(seed):
     quotas, dice = QuotaStore(database), random.Random(f"{name}{seed}")
     for _ in range(rounds):
         need = Need(input_tokens=3, most_output_tokens=dice.randint(1, 20), output_is_stated=True)
-        lease = quotas.admit(caller, need)
+        (lease,) = quotas.admit([Ask(caller, need)])
         if isinstance(lease, Lease):
             output = dice.randint(0, need.most_output_tokens)
             spent = Spent(input_tokens=3, output_tokens=output)
@@ -583,7 +591,7 @@ def test_several_processes_on_one_store_never_pass_a_limit_and_lose_nothing(any_
     (entry,) = UsageLedger(database).read()
     assert entry.prompt_tokens + entry.output_tokens == spent
     assert 1000 - 23 < spent <= 1000, "used up, and not a token more"
-    left = QuotaStore(database).admit(caller(tokens_per_day=1000), need(0, 1000 - spent or 1))
+    left = admit(QuotaStore(database), caller(tokens_per_day=1000), need(0, 1000 - spent or 1))
     assert isinstance(left, Lease) == (spent < 1000), "what is left is exactly what nobody used"
     database.close()
 
@@ -596,7 +604,7 @@ def test_threads_never_run_more_requests_at_once_than_allowed(any_database):
         nonlocal running, most, ended
         quotas = QuotaStore(any_database)
         for _ in range(10):
-            lease = quotas.admit(alice, need())
+            lease = admit(quotas, alice, need())
             if isinstance(lease, Lease):
                 with lock:
                     running += 1
@@ -614,7 +622,33 @@ def test_threads_never_run_more_requests_at_once_than_allowed(any_database):
     assert 0 < most <= 3
     assert ended > 3
     for _ in range(3):
-        admitted(QuotaStore(any_database).admit(alice, need()))
+        admitted(admit(QuotaStore(any_database), alice, need()))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=6), max_size=6))
+def test_requests_that_are_admitted_together_are_told_what_they_would_be_one_by_one(groups):
+    limits = {
+        "requests_per_minute": 9,
+        "input_tokens_per_minute": 200,
+        "output_tokens_per_minute": 50,
+        "concurrent_requests": 7,
+    }
+    told = []
+    for size in (None, 1):
+        clock, outcomes = Clock(), []
+        with tempfile.TemporaryDirectory() as folder:
+            database = Database.open(f"{folder}/store.db", clock=clock)
+            quotas, alice = QuotaStore(database), caller(**limits)
+            for group in groups:
+                asks = [Ask(alice, need(*amounts)) for amounts in group]
+                step = size or len(asks)
+                for start in range(0, len(asks), step):
+                    outcomes += quotas.admit(asks[start : start + step])
+                clock.now += 2.0
+            database.close()
+        told.append([(type(outcome).__name__, getattr(outcome, "standing", str(outcome))) for outcome in outcomes])
+    assert told[0] == told[1]
 
 
 # ---------------------------------------------------------------- batches
@@ -627,27 +661,27 @@ def batch_need(input_tokens=10, output=10):
 def test_a_batch_takes_nothing_from_the_minute(sqlite_database, quotas):
     limits = {"requests_per_minute": 1, "input_tokens_per_minute": 10, "concurrent_requests": 1, "tokens_per_day": 1000}
     alice = caller(**limits)
-    leases = [admitted(quotas.admit(alice, batch_need())) for _ in range(5)]
-    online = admitted(quotas.admit(alice, need()))
-    assert refused(quotas.admit(alice, need())).limit == "requests_per_minute"
+    leases = [admitted(admit(quotas, alice, batch_need())) for _ in range(5)]
+    online = admitted(admit(quotas, alice, need()))
+    assert refused(admit(quotas, alice, need())).limit == "requests_per_minute"
     for lease in leases:
         end(sqlite_database, lease, input_tokens=10, output_tokens=5)
-    assert refused(quotas.admit(alice, need())).limit == "requests_per_minute", "and gives it nothing back"
+    assert refused(admit(quotas, alice, need())).limit == "requests_per_minute", "and gives it nothing back"
     end(sqlite_database, online, input_tokens=10, output_tokens=10)
 
 
 def test_a_batch_reserves_of_the_day_and_is_settled_with_the_truth(sqlite_database, quotas):
     alice = caller(tokens_per_day=50)
-    leases = [admitted(quotas.admit(alice, batch_need())) for _ in range(2)]
-    refusal = refused(quotas.admit(alice, batch_need()))
+    leases = [admitted(admit(quotas, alice, batch_need())) for _ in range(2)]
+    refusal = refused(admit(quotas, alice, batch_need()))
     assert (refusal.limit, refusal.retry_after_seconds) == ("tokens_per_day", 43200.0)
     end(sqlite_database, leases[0], input_tokens=5, output_tokens=5)
     end(sqlite_database, leases[1], requests=0)
     # Ten are used.
-    assert isinstance(quotas.admit(alice, batch_need(20, 20)), Lease)
-    assert isinstance(quotas.admit(alice, batch_need(1, 1)), Refusal)
+    assert isinstance(admit(quotas, alice, batch_need(20, 20)), Lease)
+    assert isinstance(admit(quotas, alice, batch_need(1, 1)), Refusal)
 
 
 def test_a_batch_larger_than_the_day_is_told(quotas):
     with pytest.raises(LimitTooSmall, match="tokens_per_day"):
-        quotas.admit(caller(tokens_per_day=50), batch_need(50, 1))
+        admit(quotas, caller(tokens_per_day=50), batch_need(50, 1))
