@@ -758,6 +758,14 @@ async def test_compressed_bodies_are_refused_unread(path):
         assert not one.received
 
 
+async def test_a_body_that_is_not_compressed_as_it_says_is_refused_without_a_traceback(caplog):
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    async with FakeReplica().running() as one, running_gateway(one) as running:
+        response = await running.client.post(f"{running.url}/v1/completions", data=b"{}", headers=headers)
+        assert response.status == 415
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 async def test_no_path_leads_past_the_api():
     async with FakeReplica().running() as one, running_gateway(one) as running:
         for path in ("/v1/../metrics", "/v1/%2e%2e/metrics", "/tokenize", "/v1/a%0d%0ab"):
