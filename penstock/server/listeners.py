@@ -62,21 +62,20 @@ def remove_socket(wanted: str | None) -> None:
 def listen(host: str, port: int, *, option: str = "--port") -> socket.socket:
     """Bind and listen: whoever comes from now on is answered, if not at once."""
     listener = bind(host, port, option=option)
-    listener.listen(_BACKLOG)
+    let_in(listener)
     return listener
 
 
 def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
-    """Bind before anything costly starts: a port on which somebody listens is told at once."""
+    """Bind before anything costly starts: a port that another server has is told at once."""
     if host == ANY_ADDRESS and not socket.has_dualstack_ipv6():
         host = ANY_IPV4_ADDRESS  # which is every address of a machine that knows no other kind
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if host == ANY_ADDRESS:
         listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     try:
-        listener.bind((host, port))
+        _bind_alone(listener, (host, port))
     except OSError as error:
         listener.close()
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
@@ -85,3 +84,21 @@ def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
         raise ConfigError(option, port, right) from error
     listener.setblocking(False)
     return listener
+
+
+def let_in(listener: socket.socket) -> None:
+    """Listen on a bound socket. Raises OSError (EADDRINUSE) where another was bound to its port too, and was sooner."""
+    # Its connections have it from here; without it, what lingers of them would keep the next server from the port.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.listen(_BACKLOG)
+
+
+def _bind_alone(listener: socket.socket, address: tuple[str, int]) -> None:
+    """Bind so that no other server can meanwhile, unless connections of the one before linger on the port."""
+    try:
+        listener.bind(address)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)

@@ -76,6 +76,7 @@ class Supervisor:
         self._admin = listen_for_admin(config.admin, self._folder)
         self._stopping = asyncio.Event()
         self._draining = asyncio.Event()
+        self._serving = asyncio.Event()  # a worker has come to accept callers
         self._engine: asyncio.subprocess.Process | None = None
         self._workers: dict[int, asyncio.subprocess.Process] = {}
         self._client: EngineClient | None = None
@@ -249,9 +250,28 @@ class Supervisor:
             finally:
                 os.close(writing)
             self._workers[index] = worker
+            return await self._hear(worker, notices)
+
+    async def _hear(self, worker: asyncio.subprocess.Process, notices: io.FileIO) -> WorkerNotice | None:
+        """Wait for the end of a worker; return what it said of its start, which counts from when it said so."""
+        notice: WorkerNotice | None = None
+
+        def read() -> None:
+            nonlocal notice
+            loop.remove_reader(notices)
+            if said := notices.read(1):
+                notice = WorkerNotice(said)
+                if notice is WorkerNotice.SERVES:
+                    self._serving.set()
+
+        loop = asyncio.get_running_loop()
+        loop.add_reader(notices, read)
+        try:
             await worker.wait()
-            said = notices.read(1)
-            return WorkerNotice(said) if said else None
+        finally:
+            loop.remove_reader(notices)
+        read()  # its last word may have come with its end
+        return notice
 
     async def _spawn_worker(
         self, identity: bytes, notice_fd: int, admin: bool, is_replacement: bool
@@ -299,6 +319,7 @@ class Supervisor:
         assert self._client is not None
         info = await self._client.wait_ready()
         self.timeline.extend(info.timeline)
+        await self._serving.wait()  # or another server's answer on this port would be taken for ours
         while not await _answers(*self._address, "/ready"):  # noqa: ASYNC110 - another process's state has no event
             await asyncio.sleep(0.05)
         self.timeline.mark("API workers")

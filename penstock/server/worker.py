@@ -32,6 +32,7 @@ from penstock.server.batch.runner import BatchRunner
 from penstock.server.chat_template import ChatTemplate
 from penstock.server.connection import connection_class
 from penstock.server.context import ServerContext, build_context
+from penstock.server.listeners import let_in
 from penstock.server.prefix_file import DeclaredPrefix
 from penstock.server.readiness import MAX_STILL_SECONDS
 from penstock.server.shared_prefixes import SharedPrefixes, tokenize_prefixes
@@ -116,8 +117,8 @@ class Worker:
     def _listen(self) -> bool:
         """Let callers in; return whether they come to us and not to a server that was sooner."""
         try:
-            for server, listener in self._servers:
-                listener.listen(server.config.backlog)
+            for _, listener in self._servers:
+                let_in(listener)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise

@@ -1,15 +1,17 @@
 """Processes that die or stand still, signals that come: nobody hangs, nothing is left behind."""
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 
-from penstock.server.listeners import bind
 from tests.faults.caller import call, completion_body, tally
 from tests.faults.conftest import DUMMY, is_idle
 from tests.server_process import ServerProcess, until
@@ -102,13 +104,27 @@ def test_a_worker_that_never_comes_to_serve_leaves_the_others_serving(model):
 
 
 def test_of_two_servers_that_start_on_one_port_the_later_ends_and_says_why(model):
-    with bind("127.0.0.1", 0) as other:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as of a server that found connections lingering
+        other.bind(("127.0.0.1", 0))
         port = str(other.getsockname()[1])
         with ServerProcess(str(model), *DUMMY, "--device", "simulated", "--port", port) as server:
             until(lambda: server.children("penstock.engine.process"), 60, "its port was free when it looked")
             other.listen()
+            threading.Thread(target=answer_everything, args=(other,), daemon=True).start()
             assert server.process.wait(60) == 2
+            other.shutdown(socket.SHUT_RDWR)
     assert f"another server came to listen on http://127.0.0.1:{port}" in server.output
+    assert "ready:" not in server.output, "though the other one is"
+
+
+def answer_everything(listener: socket.socket) -> None:
+    """Answer whatever is asked with 200, until the listener is shut down."""
+    with contextlib.suppress(OSError):
+        while True:
+            with listener.accept()[0] as connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
 
 
 async def test_an_engine_that_stands_still_is_not_ready_and_recovers(server, patience):

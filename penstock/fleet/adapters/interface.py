@@ -59,6 +59,7 @@ class ReplicaAdapter:
     running: tuple[str, ...]
     waiting: tuple[str, ...]
     kv_utilization: str | None
+    ready_statuses: tuple[int, ...] = (200,)  # of the answers at ready_path, those of a server that is ready
     queue_seconds: str | None = None
     work_seconds: str | None = None
     prompt_tokens: str | None = None
@@ -72,6 +73,7 @@ class ReplicaAdapter:
     can_frame: bool = False  # streams that another replica can go on with (`protocol.frames`)
     metrics_path: str = "/metrics"
     models_path: str = "/v1/models"
+    tells_models_at_work: bool = True  # else it must not be asked for them while it answers a request
     cache_info: str | None = None  # the metric whose labels block_size and num_gpu_blocks tell the cache's size
     block_events_path: str | None = None  # where it tells which blocks it has cached (`protocol.block_events`)
 

@@ -4,8 +4,11 @@ from penstock.fleet.adapters.interface import ReplicaAdapter
 
 ADAPTER = ReplicaAdapter(
     kind="llama.cpp",
-    # The one route that both have; llama.cpp answers 503 here while it loads.
-    ready_path="/v1/models",
+    # llama.cpp answers 503 here while it loads. llama-cpp-python's is there once it has loaded; whatever it has a route
+    # for waits while it answers somebody else, or breaks off that stream.
+    ready_path="/health",
+    ready_statuses=(200, 404),
+    tells_models_at_work=False,
     running=("llamacpp:requests_processing",),
     waiting=("llamacpp:requests_deferred",),
     kv_utilization="llamacpp:kv_cache_usage_ratio",

@@ -46,7 +46,10 @@ class Controller:
         count = self._cooled(now, proposal.count)
         if count > proposal.count:
             reasons.append(f"{proposal.count} must do for {section.scale_down_seconds:g} s before fewer stay")
-        # The last replica goes by idleness alone: demand may be too small to see.
+        # The last replica goes by idleness alone: demand may be too small to see, or what is forecast from before.
+        if count == 1 > section.min_replicas and self._is_long_idle(signals):
+            count = 0
+            reasons.append(f"nothing was asked for {section.idle_seconds:g} s")
         least = max(section.min_replicas, 0 if self._may_sleep(signals) else 1)
         if count < least:
             reasons.append(f"at least {least}" if least == section.min_replicas else "the last one stays until idle")
@@ -58,12 +61,12 @@ class Controller:
 
     def _may_sleep(self, signals: FleetSignals) -> bool:
         """Whether there need be none: nothing to do for long enough, or nothing has come since there was none."""
-        if not signals.is_idle:
-            return False
+        is_empty = signals.num_ready == signals.num_coming == signals.num_warm == 0
+        return self._is_long_idle(signals) or (signals.is_idle and is_empty)
+
+    def _is_long_idle(self, signals: FleetSignals) -> bool:
         assert self._busy_at is not None
-        return signals.moment - self._busy_at >= self._section.idle_seconds or (
-            signals.num_ready == signals.num_coming == signals.num_warm == 0
-        )
+        return signals.is_idle and signals.moment - self._busy_at >= self._section.idle_seconds
 
     def _cooled(self, now: float, count: int) -> int:
         """The most that was proposed within the cooldown: up at once, down when less has been enough for so long."""

@@ -50,7 +50,9 @@ class FleetSignals:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.num_held or self.num_requests)
+        """Whether nobody asks; requests that came and went between two looks have left tokens."""
+        has_requests = self.num_held or self.num_requests
+        return not (has_requests or self.prompt_tokens_per_second or self.generated_tokens_per_second)
 
 
 @dataclass(slots=True)

@@ -294,6 +294,7 @@ class GuardedSite(web.BaseSite):
             inner = _Handler(
                 server, loop=loop, keepalive_timeout=limits.idle_seconds, access_log=None,  # type: ignore[arg-type]
                 max_line_size=limits.max_head_bytes, max_field_size=limits.max_head_bytes, max_headers=_MAX_HEADERS,
+                auto_decompress=False,  # such a body is refused, and what is left of it thrown away as it came
             )  # fmt: skip
             return GuardedConnection(inner, self._connections)
 

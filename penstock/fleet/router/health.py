@@ -196,13 +196,14 @@ class HealthMonitor:
         path = replica.adapter.ready_path
         if answer.status in _REFUSED_US:
             return _key_advice(replica, path, answer.status)
-        if answer.status != 200:
+        if answer.status not in replica.adapter.ready_statuses:
             return f"{path} answers {answer.status} {error_code(answer.body)}".rstrip()
         self._introductions.take(replica, answer.identity)
         count = self._num_probes.get(replica.url, 0)
         # One that was away may have come back with others.
         is_due = count % _MODELS_EVERY == 0 or not replica.is_up or replica.denies_models
-        lack = await self._read_models(replica) if is_due else None
+        may_ask = replica.adapter.tells_models_at_work or not (replica.models and replica.num_in_flight)
+        lack = await self._read_models(replica) if is_due and may_ask else None
         self._num_probes[replica.url] = count + 1
         return None if replica.models else lack or "it tells no models"
 

@@ -26,7 +26,7 @@ from penstock.protocol.frames import FRAMES_HEADER, ChoiceTokens, failure_frame,
 from penstock.protocol.prompt_note import PROMPT_HEADER
 from penstock.store.key_ring import KeyRing
 from penstock.tenants import ApiKey, KeyTerms
-from tests.fakes.fake_replica import FakeReplica
+from tests.fakes.fake_replica import FakeReplica, say_hello
 from tests.unit.fleet.conftest import QUICK, FakeClock, make_query, running_gateway, until
 from tests.unit.server.sse import events_in, text_of
 
@@ -756,6 +756,40 @@ async def test_compressed_bodies_are_refused_unread(path):
         response = await running.client.post(f"{running.url}/v1/{path}", data=bomb, headers=headers)
         assert (response.status, (await response.json())["error"]["code"]) == (415, "unsupported_media_type")
         assert not one.received
+
+
+async def test_a_body_that_is_not_compressed_as_it_says_is_refused_without_a_traceback(caplog):
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    async with FakeReplica().running() as one, running_gateway(one) as running:
+        response = await running.client.post(f"{running.url}/v1/completions", data=b"{}", headers=headers)
+        assert response.status == 415
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_llama_cpp_server_is_not_asked_for_its_models_while_it_answers(monkeypatch):
+    answered = asyncio.Event()
+
+    async def answer_late(replica, request, body):
+        await answered.wait()
+        return await say_hello(replica, request, body)
+
+    # As llama-cpp-python's: no /health, and what asks it for models would break off the stream.
+    replica = FakeReplica(answer=answer_late, ready=404)
+    async with replica.running(), running_gateway(replica, kind="llama.cpp") as running:
+        monitor, asked = running.gateway.monitor, []
+        ask = monitor._ask
+        monkeypatch.setattr(monitor, "_ask", lambda replica, path: asked.append(path) or ask(replica, path))
+        call = asyncio.create_task(running.ask())
+        await until(lambda: replica.received)
+        asked.clear()
+        for _ in range(12):
+            await monitor.probe_all()
+        assert set(asked) == {"/health", "/metrics"}
+        answered.set()
+        assert (await call).status == 200
+        for _ in range(12):
+            await monitor.probe_all()
+        assert "/v1/models" in asked
 
 
 async def test_no_path_leads_past_the_api():

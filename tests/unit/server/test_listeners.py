@@ -7,7 +7,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.loopback import local_address
-from penstock.server.listeners import bind, joined, listen, listen_for_admin, remove_socket
+from penstock.server.listeners import bind, joined, let_in, listen, listen_for_admin, remove_socket
 
 
 def test_a_taken_port_is_told_with_its_option():
@@ -18,6 +18,22 @@ def test_a_taken_port_is_told_with_its_option():
                 take("127.0.0.1", port)
         with pytest.raises(ConfigError, match="give another --admin-listen"):
             listen_for_admin(f"127.0.0.1:{port}", folder=None)
+
+
+def test_a_port_is_taken_before_its_server_listens():
+    with bind("127.0.0.1", 0) as first, pytest.raises(ConfigError, match="give another --port"):
+        bind("127.0.0.1", first.getsockname()[1])
+
+
+def test_a_port_where_connections_of_a_server_before_linger_is_free():
+    with bind("127.0.0.1", 0) as first:
+        let_in(first)
+        address = first.getsockname()
+        with socket.create_connection(address, 5) as caller:
+            first.setblocking(True)
+            first.accept()[0].close()  # who closes first keeps the connection for a minute
+            assert caller.recv(1) == b""
+    listen(*address).close()
 
 
 def test_where_nobody_accepts_yet_callers_are_refused_and_may_go_elsewhere():

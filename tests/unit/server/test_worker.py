@@ -209,7 +209,9 @@ async def test_a_worker_that_cannot_start_does_not_say_that_it_serves(start, not
 
 
 async def test_a_worker_tells_that_another_server_was_sooner_to_listen(engine, start, notices):
-    with bind("127.0.0.1", 0) as other:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as of a server that found connections lingering
+        other.bind(("127.0.0.1", 0))
         worker = await start(port=other.getsockname()[1])
         other.listen()
         assert await worker.ended() == 0

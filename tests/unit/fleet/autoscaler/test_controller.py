@@ -56,6 +56,22 @@ def test_the_last_replica_goes_only_after_it_was_idle_long_enough():
     assert made.decide(look(21.0, 0, num_requests=0.0)).desired == 0
 
 
+def test_an_idle_fleet_sleeps_in_time_whatever_is_forecast_from_before():
+    made, _ = controller(count=1, min_replicas=0, scale_down_seconds=60.0)
+    made.decide(look(0.0))
+    idle = [made.decide(look(moment, num_requests=0.0)) for moment in (19.9, 20.0)]
+    assert [decision.desired for decision in idle] == [1, 0]
+    assert idle[1].reason.endswith("nothing was asked for 20 s")
+    assert made.decide(look(21.0, 0, num_requests=0.0)).desired == 0
+    assert made.decide(look(22.0, 0, num_requests=0.0, num_held=1)).desired == 1
+
+
+def test_a_fleet_whose_requests_end_before_anybody_looks_is_not_idle():
+    made, _ = controller(count=1, min_replicas=0)
+    looks = [look(10.0 * turn, num_requests=0.0, generated_tokens_per_second=turn % 2) for turn in range(12)]
+    assert [made.decide(seen).desired for seen in looks] == [1] * 12
+
+
 def test_a_request_that_is_held_wakes_a_fleet_of_none():
     made, _ = controller(count=0, min_replicas=0)
     assert made.decide(look(0.0, 0, num_requests=0.0)).desired == 0
