@@ -51,6 +51,7 @@ class Completion:
     finish_reason: FinishReason
     num_prompt_tokens: int
     num_cached_tokens: int
+    token_seconds: list[float]  # since the call, when each token was there
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None  # of the prompt's tokens; the first has none
 
@@ -63,11 +64,12 @@ class _Open:
     prompt: list[int]
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int = 0
 
-    def take(self, event: TokenEvent) -> None:
+    def take(self, event: TokenEvent, now: float) -> None:
         if event.error is not None:
             raise EngineFailed(event.error)
         before = self.assembler.num_tokens
@@ -75,12 +77,13 @@ class _Open:
         count = self.assembler.num_tokens - before
         self.text.append(piece.text)
         self.token_ids += event.token_ids[:count]
+        self.token_times += [now] * count
         self.logprobs += (event.logprobs or [])[:count]
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = event.prompt_logprobs
         self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
 
-    def completion(self, params: SamplingParams) -> Completion:
+    def completion(self, params: SamplingParams, began: float) -> Completion:
         assert self.assembler.finish is not None
         return Completion(
             text="".join(self.text),
@@ -88,6 +91,7 @@ class _Open:
             finish_reason=self.assembler.finish,
             num_prompt_tokens=len(self.prompt),
             num_cached_tokens=self.num_cached_tokens,
+            token_seconds=[moment - began for moment in self.token_times],
             logprobs=self.logprobs if params.logprobs is not None else None,
             prompt_logprobs=self.read_prompt() if params.prompt_logprobs is not None else None,
         )
@@ -138,11 +142,12 @@ class LLM:
 
         Raises RequestError before any of them runs, where one cannot. Threads that call at once are answered in turn.
         """
+        began = time.monotonic()
         ids = self._all_ids(prompts)
         each = self._params_for(ids, params)
         with self._turn:
             done = self._run(ids, each)
-        return [request.completion(chosen) for request, chosen in zip(done, each, strict=True)]
+        return [request.completion(chosen, began) for request, chosen in zip(done, each, strict=True)]
 
     def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Completion:
         """Answer a conversation, through the model's chat template. Messages are those of /v1/chat/completions."""
@@ -250,17 +255,19 @@ class LLM:
 
     def _submit(self, submit: Submit, open_requests: dict[str, _Open]) -> _Open:
         request = _Open(TextAssembler(self.tokenizer, submit.params), submit.prompt)
-        for _, event in self._engine.submit(msgspec.structs.replace(submit, arrival=time.monotonic())):
-            request.take(event)
+        now = time.monotonic()
+        for _, event in self._engine.submit(msgspec.structs.replace(submit, arrival=now)):
+            request.take(event, now)
         open_requests[submit.request_id] = request
         return request
 
     def _take(self, events: list[tuple[bytes, TokenEvent]], open_requests: dict[str, _Open]) -> None:
+        now = time.monotonic()
         for _, event in events:
             request = open_requests.get(event.request_id)
             if request is None:
                 continue
-            request.take(event)
+            request.take(event, now)
             if request.assembler.finish is not None:
                 del open_requests[event.request_id]
                 self._engine.abort(b"", [event.request_id], FinishReason.STOP)

@@ -87,6 +87,7 @@ SloTpot = Annotated[
     number_flag("--slo-tpot", "Goodput: most time per output token", metavar="MS", rich_help_panel=RESULT),
 ]
 JsonFile = Annotated[Path | None, output_flag("--json", "Write every figure", rich_help_panel=RESULT)]
+HtmlFile = Annotated[Path | None, output_flag("--html", "Write one page with plots", rich_help_panel=RESULT)]
 
 
 @app.command()
@@ -115,17 +116,16 @@ def serve(
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
     json: JsonFile = None,
-    html: Annotated[Path | None, output_flag("--html", "Write one page with plots", rich_help_panel=RESULT)] = None,
+    html: HtmlFile = None,
 ) -> None:
     """Load a server and report latency, throughput and goodput."""
-    from penstock.tools.bench import html_report, serve_bench
+    from penstock.tools.bench import serve_bench
     from penstock.tools.bench.request_body import Dialect
     from penstock.tools.bench.selection import Arrivals, Work
     from penstock.tools.bench.summary import ServiceLevel
     from penstock.tools.bench.watcher import ProgressBar
 
-    if html is not None:
-        html_report.check_html_possible()
+    _check_html(html)
     work = Work(
         names=workload,
         shape=shape,
@@ -147,9 +147,7 @@ def serve(
     workloads = arrivals.apply(work.workloads())
     with ProgressBar(Console(stderr=True)) as bar:
         report = _run(serve_bench.bench_serve(target, workloads, ServiceLevel(slo_ttft, slo_tpot), watcher=bar))
-    publish(report, json)
-    if html is not None:
-        html_report.write_html(report, html)
+    publish(report, json, html)
     if not any(run.num_completed for run in report.runs):
         raise typer.Exit(1)
 
@@ -168,14 +166,19 @@ def offline(
     warmup: Warmup = 1,
     temperature: Temperature = None,
     ignore_eos: IgnoreEos = True,
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
     json: JsonFile = None,
+    html: HtmlFile = None,
 ) -> int:
     """Run an engine in this process, all requests at once, without a server."""
     from penstock.tools.bench.document import new_report
     from penstock.tools.bench.offline_bench import OfflineBench
     from penstock.tools.bench.selection import Work
+    from penstock.tools.bench.summary import ServiceLevel
     from penstock.tools.bench.watcher import ProgressBar
 
+    _check_html(html)
     work = Work(
         names=workload,
         shape=shape,
@@ -195,11 +198,15 @@ def offline(
     given = {name: getattr(sourced.options, name) for name in sourced.sources if name != "model"}
     with LLM(model, **given) as llm, ProgressBar(Console(stderr=True)) as bar:
         bench = OfflineBench(
-            completer=llm, vocab_size=llm.spec.vocab_size, ignore_eos=ignore_eos, warm_up_requests=warmup
+            completer=llm,
+            vocab_size=llm.spec.vocab_size,
+            ignore_eos=ignore_eos,
+            warm_up_requests=warmup,
+            service_level=ServiceLevel(slo_ttft, slo_tpot),
         )
         runs = bench.run(workloads, bar)
     report = new_report(runs, target="this process", model=model, prompts="token ids", ignored_end_of_text=ignore_eos)
-    publish(report, json)
+    publish(report, json, html)
     return 0
 
 
@@ -233,8 +240,15 @@ def compare(
     Console().print(tables.comparison_table(compared))
 
 
-def publish(report: "Report", file: Path | None) -> None:
-    """Print every run, and where there are several, all on one page."""
+def _check_html(html: Path | None) -> None:
+    if html is not None:
+        from penstock.tools.bench import html_report
+
+        html_report.check_html_possible()
+
+
+def publish(report: "Report", file: Path | None, html: Path | None = None) -> None:
+    """Print every run, and where there are several, all on one page; write the files that are named."""
     from penstock.tools.bench import document, tables
 
     if file is not None:
@@ -245,6 +259,10 @@ def publish(report: "Report", file: Path | None) -> None:
         console.print(tables.run_table(run))
     if len(report.runs) > 1:
         console.print(tables.overview_table(report))
+    if html is not None:
+        from penstock.tools.bench import html_report
+
+        html_report.write_html(report, html)
 
 
 def _run(measuring: "Coroutine[Any, Any, Report]") -> "Report":

@@ -3,6 +3,7 @@
 import json
 import signal
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,16 @@ def test_a_wrong_parameter_is_the_callers_mistake(llm, params, param):
     with pytest.raises(InvalidParameter) as caught:
         llm.generate([[5, 6]], SamplingParams(**params))
     assert caught.value.param == param
+
+
+def test_an_answer_tells_when_its_tokens_were_there(llm):
+    began = time.monotonic()
+    answers = llm.generate([[5, 6], [7, 8, 9]], SamplingParams(max_tokens=6, ignore_eos=True))
+    seconds = time.monotonic() - began
+    for answer in answers:
+        assert len(answer.token_seconds) == len(answer.token_ids) == 6
+        assert 0 < answer.token_seconds[0] < answer.token_seconds[-1] < seconds
+        assert answer.token_seconds == sorted(answer.token_seconds)
 
 
 def test_prompts_are_scored_alone_and_with_an_answer(llm):

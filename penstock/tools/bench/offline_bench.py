@@ -4,15 +4,18 @@ Knows the engine only as something that completes prompts; which one, and how it
 """
 
 import time
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import msgspec
 
 from penstock.request import SamplingParams
 from penstock.tools.bench.catalogue import prefill_twin, steady_steps
+from penstock.tools.bench.client import Measurement
 from penstock.tools.bench.document import Run
+from penstock.tools.bench.summary import ServiceLevel, summarise
 from penstock.tools.bench.watcher import Watcher
 from penstock.tools.bench.workload import Workload
 
@@ -25,6 +28,9 @@ class Completed(Protocol):
 
     @property
     def num_cached_tokens(self) -> int: ...
+
+    @property
+    def token_seconds(self) -> list[float]: ...
 
 
 class Completer(Protocol):
@@ -50,6 +56,7 @@ class OfflineBench:
     vocab_size: int
     ignore_eos: bool = True
     warm_up_requests: int = 1
+    service_level: ServiceLevel = field(default_factory=ServiceLevel)
     now: Callable[[], float] = time.perf_counter
 
     def run(self, workloads: Sequence[Workload], watcher: Watcher | None = None) -> list[Run]:
@@ -66,21 +73,13 @@ class OfflineBench:
         if warm_up.requests:
             self._generate(_shortened(warm_up))
         seconds, completions = self._generate(workload)
-        run = Run(
-            label=workload.name,
-            temperature=workload.temperature,
-            num_requests=len(workload.requests),
-            num_completed=len(completions),
-            seconds=seconds,
-            input_tokens=sum(request.prompt.num_tokens for request in workload.requests),
-            output_tokens=sum(len(completion.token_ids) for completion in completions),
-            cached_tokens=sum(completion.num_cached_tokens for completion in completions),
-            num_short=sum(
-                len(completion.token_ids) < request.max_tokens
-                for request, completion in zip(workload.requests, completions, strict=True)
-            ),
-            counted_by="engine",
-        )
+        measured = [
+            (request, _measurement(completion, seconds))
+            for request, completion in zip(workload.requests, completions, strict=True)
+        ]
+        at_once = replace(workload, rate=None, concurrency=None)
+        summary = summarise(at_once, measured, self.service_level, seconds=seconds)
+        run = msgspec.structs.replace(summary, counted_by="engine")
         twin = earlier.get(prefill_twin(workload.name) or "")
         if twin is None:
             return run
@@ -97,6 +96,18 @@ class OfflineBench:
         started = self.now()
         completions = self.completer.generate(prompts, params)
         return self.now() - started, completions
+
+
+def _measurement(completion: Completed, seconds: float) -> Measurement:
+    """A request as it went that was there from the beginning."""
+    times = array("d", completion.token_seconds)
+    return Measurement(
+        sent=0.0,
+        ended=times[-1] if times else seconds,
+        token_times=times,
+        cached_tokens=completion.num_cached_tokens,
+        output_tokens=len(completion.token_ids),
+    )
 
 
 def _shortened(workload: Workload) -> Workload:

@@ -53,10 +53,13 @@ def summarise(
     measured: Sequence[tuple[PlannedRequest, Measurement]],
     service_level: ServiceLevel,
     generator: GeneratorHealth | None = None,
+    *,
+    seconds: float | None = None,
 ) -> Run:
-    """Return the figures of one run."""
+    """Return the figures of one run. It took `seconds`, or else from the first request sent to the last ended."""
     started = min((item.sent for _, item in measured), default=0.0)
-    seconds = max((item.ended for _, item in measured), default=0.0) - started
+    if seconds is None:
+        seconds = max((item.ended for _, item in measured), default=0.0) - started
     completed = [(request, item) for request, item in measured if item.error is None]
     failed = [item for _, item in measured if item.error is not None]
     rows = [_row(request, item, started) for request, item in completed]

@@ -9,12 +9,14 @@ from penstock.request import SamplingParams
 from penstock.tools.bench.catalogue import named_workload
 from penstock.tools.bench.offline_bench import OfflineBench
 from penstock.tools.bench.shape import parse_shape
+from penstock.tools.bench.summary import ServiceLevel
 from penstock.tools.bench.workload import Workload
 
 
 @dataclass(frozen=True)
 class FakeCompletion:
     token_ids: list[int]
+    token_seconds: list[float]
     num_cached_tokens: int = 0
 
 
@@ -33,7 +35,10 @@ class FakeEngine:
         self.calls.append((prompts, params))
         lengths = [(item.max_tokens or 0) - self.shorter_by for item in params]
         self.time += 1.0 + 0.01 * (max(lengths) - 1)
-        return [FakeCompletion([7] * length, num_cached_tokens=2) for length in lengths]
+        return [
+            FakeCompletion([7] * length, [1.0 + 0.01 * index for index in range(length)], num_cached_tokens=2)
+            for length in lengths
+        ]
 
 
 def bench(engine: FakeEngine, *, vocab_size: int = 50_000, warm_up: int = 0) -> OfflineBench:
@@ -51,6 +56,20 @@ def test_throughput_is_over_the_time_of_the_whole() -> None:
     assert run.input_tokens_per_second == pytest.approx(32 / 2)
     assert run.counted_by == "engine"
     assert run.cached_tokens == 8
+
+
+def test_latencies_count_from_the_beginning_of_the_whole() -> None:
+    engine = FakeEngine()
+    level = ServiceLevel(ttft_ms=1100.0, time_per_token_ms=10.5)
+    (run,) = OfflineBench(
+        completer=engine, vocab_size=50_000, warm_up_requests=0, service_level=level, now=engine.now
+    ).run([workload()])
+    assert run.ttft_ms is not None and run.ttft_ms.p50 == pytest.approx(1000.0)
+    assert run.time_per_token_ms is not None and run.time_per_token_ms.p99 == pytest.approx(10.0)
+    assert run.inter_token_ms is not None and run.inter_token_ms.count == 400
+    assert run.end_to_end_ms is not None and run.end_to_end_ms.max == pytest.approx(2000.0)
+    assert run.goodput is not None and run.goodput.requests_per_second == pytest.approx(4 / 2)
+    assert len(run.requests) == 4
 
 
 def test_requests_carry_the_workloads_tokens_lengths_and_temperature() -> None:
