@@ -19,7 +19,8 @@ from penstock.fleet.router.urgency import PLAIN, Urgency
 from penstock.fleet.router.waiting_room import RoomFull, WaitingRoom
 from penstock.protocol.prompt_note import PromptNote
 
-_LEAST_FULL_SECONDS = 0.1  # that a replica is left alone which says that it is full: it may say so again and again
+# That a replica is left alone which says that it is full: it may say so again and again, and be wrong for an hour.
+_LEAST_FULL_SECONDS, _MOST_FULL_SECONDS = 0.1, 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,9 @@ class Dispatcher:
 
     def note_full(self, replica: Replica, seconds: float | None) -> None:
         """A replica refused a request for being full: look again when it said to, else when probes come round again."""
-        seconds = max(seconds, _LEAST_FULL_SECONDS) if seconds is not None else self._config.health.probe_seconds
+        if seconds is None:
+            seconds = self._config.health.probe_seconds
+        seconds = min(max(seconds, _LEAST_FULL_SECONDS), _MOST_FULL_SECONDS)
         replica.note_full(seconds)
         asyncio.get_running_loop().call_later(seconds + 0.001, self.call_waiting)
 

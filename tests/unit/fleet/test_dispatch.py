@@ -100,6 +100,16 @@ async def test_who_comes_does_not_pass_those_who_wait_for_the_same_replica(fleet
     assert waiting.done() and not late.done()
 
 
+async def test_a_replica_that_says_it_is_full_for_an_hour_is_asked_again_after_half_a_minute(fleet):
+    one = fleet.add("one", max_in_flight=8)
+    fleet.dispatcher.note_full(one, 3600.0)
+    waiting = await fleet.ask()
+    assert not waiting.done()
+    fleet.clock.now += 31.0
+    await fleet.ask()
+    assert waiting.done()
+
+
 async def test_models_that_share_a_replica_take_turns_on_it(fleet):
     fleet.add("both", models=("tiny", "big"))
     held = (await fleet.ask()).result()
