@@ -246,7 +246,7 @@ class Supervisor:
         with io.FileIO(reading) as notices:
             try:
                 # One worker serves the admin socket.
-                worker = await self._spawn_worker(identity, writing, index == 0, is_replacement)
+                worker = await self._spawn_worker(identity, writing, admin=index == 0, is_replacement=is_replacement)
             finally:
                 os.close(writing)
             self._workers[index] = worker
@@ -274,7 +274,7 @@ class Supervisor:
         return notice
 
     async def _spawn_worker(
-        self, identity: bytes, notice_fd: int, admin: bool, is_replacement: bool
+        self, identity: bytes, notice_fd: int, *, admin: bool, is_replacement: bool
     ) -> asyncio.subprocess.Process:
         inherited = (self._listener.fileno(), notice_fd, *([self._admin.fileno()] if admin else []))
         setup = WorkerSetup(

@@ -30,8 +30,7 @@ Clock = Callable[[], float]
 
 # A writer waits so long for others before it gives up: far longer than all of them together ever take.
 _BUSY_SECONDS = 10
-# A database's machine that is gone and closes nothing would else hold up whoever asks it for a quarter of an hour, and
-# one that asks nothing for two hours.
+# A machine that is gone and closes nothing would else hold up whoever asks it for as long as the system tries it.
 _POSTGRES_WAITS = {
     "connect_timeout": _BUSY_SECONDS,
     "tcp_user_timeout": 1000 * _BUSY_SECONDS,
