@@ -66,8 +66,14 @@ class LibraryProduct:
         shape = self._shape
         assert x.is_contiguous() and weight.is_contiguous()
         out = x.new_empty(shape.rows, shape.width, dtype=shape.out_dtype)
-        self._library.run(self._descriptors, self._algorithm, weight, x, out)
+        self._library.run(self._descriptors, self._algorithm, weight, x, out, add=False)
         return out
+
+    def add(self, x: Tensor, weight: Tensor, total: Tensor) -> None:
+        """Add x @ weight.T to the total in place."""
+        assert x.is_contiguous() and weight.is_contiguous() and total.is_contiguous()
+        assert total.dtype == self._shape.out_dtype
+        self._library.run(self._descriptors, self._algorithm, weight, x, total, add=True)
 
 
 class Library:
@@ -130,7 +136,14 @@ class Library:
         ]
 
     def run(
-        self, descriptors: tuple[ctypes.c_void_p, ...], algorithm: object, weight: Tensor, x: Tensor, out: Tensor
+        self,
+        descriptors: tuple[ctypes.c_void_p, ...],
+        algorithm: object,
+        weight: Tensor,
+        x: Tensor,
+        out: Tensor,
+        *,
+        add: bool,
     ) -> None:
         operation, left, right, result = descriptors
         where = ctypes.c_void_p(out.data_ptr())
@@ -143,7 +156,7 @@ class Library:
                 left,
                 ctypes.c_void_p(x.data_ptr()),
                 right,
-                ctypes.byref(self._zero),
+                ctypes.byref(self._one if add else self._zero),
                 where,
                 result,
                 where,

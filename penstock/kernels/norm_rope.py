@@ -3,10 +3,26 @@
 Plain torch, right on every device and dtype; on CUDA a fused kernel stands behind the norms. Knows tensors only.
 """
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowScale:
+    """What rows are yet to be multiplied with, each as a whole: one over the root mean square of these.
+
+    Norms without a weight commute with matrix products, so a product may come first and leave the norm to what follows.
+    """
+
+    rows: Tensor  # [tokens, n]
+    eps: float
+
+    def factors(self) -> Tensor:
+        """[tokens, 1] float32."""
+        return self.rows.float().square().mean(dim=-1, keepdim=True).add_(self.eps).rsqrt_()
 
 
 @cache

@@ -55,6 +55,12 @@ class DecoderLayer:
         self.post_attention_norm = post_attention_norm
         self.post_feed_forward_norm = post_feed_forward_norm
 
+    def fold_norms(self) -> None:
+        """Take the weights of norms into the matrices behind them: then rows are scaled along with something else."""
+        self.attention_norm = self.attention.qkv.take_in(self.attention_norm)
+        if isinstance(self.feed_forward, FeedForward):
+            self.feed_forward_norm = self.feed_forward.gate_up.take_in(self.feed_forward_norm)
+
     @property
     def linears(self) -> dict[str, Linear]:
         """The matrices that multiply every token, by place."""

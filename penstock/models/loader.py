@@ -173,7 +173,7 @@ class _Builder:
         self._shared.clear()
         spec, prefix = self.spec, f"layers.{number}."
         layer = spec.layers[number]
-        return DecoderLayer(
+        built = DecoderLayer(
             self._attention(number),
             self._moe(prefix) if layer.moe else self._feed_forward(prefix, spec.intermediate_size, self.group),
             rope=layer.rope,
@@ -182,6 +182,10 @@ class _Builder:
             post_attention_norm=self._norm(prefix + "post_attention_norm") if spec.post_norms else None,
             post_feed_forward_norm=self._norm(prefix + "post_feed_forward_norm") if spec.post_norms else None,
         )
+        # What is rounded once more here is rounded once less where products are added up.
+        if self.device.type == "cuda" and self.dtype == torch.bfloat16:
+            built.fold_norms()
+        return built
 
     def _attention(self, number: int) -> Attention:
         spec, prefix = self.spec, f"layers.{number}."

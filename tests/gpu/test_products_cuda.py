@@ -104,6 +104,10 @@ def test_every_algorithm_that_the_library_names_gives_the_product(num_rows: int,
         found = product.multiply(x, weight)
         assert found.dtype == out_dtype
         assert relative_error(found, wanted) < 5e-3
+        if out_dtype == torch.bfloat16:
+            total = torch.ones_like(found)
+            product.add(x, weight, total)
+            assert relative_error(total, 1.0 + wanted) < 5e-3
         restored = library.restore(Shape(num_rows, 1024, 1024, torch.bfloat16, out_dtype), product.algorithm)
         assert restored is not None and torch.equal(restored.multiply(x, weight), found)
     assert library.restore(Shape(num_rows, 1024, 1024, torch.bfloat16, out_dtype), [1 << 60] * 8) is None
@@ -122,6 +126,9 @@ def test_a_tuned_weight_gives_what_it_gave(use: ProductUse) -> None:
             wanted = functional.linear(x.float(), weight.weight.float())
             assert relative_error(weight.apply(x), wanted) < 5e-3
             assert relative_error(weight.apply_wide(x), wanted) < 5e-3
+            total = torch.ones_like(wanted, dtype=torch.bfloat16)
+            assert weight.add(x, total)
+            assert relative_error(total, 1.0 + wanted) < 5e-3
             assert relative_error(weight.apply_gated(x, gelu=False), gated(x, weight.weight, gelu=False)) < 8e-3
 
 

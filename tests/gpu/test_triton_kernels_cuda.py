@@ -15,8 +15,9 @@ if not torch.cuda.is_available():
 
 from penstock.kernels import sampling as plain
 from penstock.kernels.attention.triton_paged import TritonPagedAttention
+from penstock.kernels.norm_rope import RowScale
 from penstock.kernels.triton import sampling
-from penstock.kernels.triton.activation import silu_gate
+from penstock.kernels.triton.activation import gate
 from penstock.kernels.triton.few_rows import product_for
 from penstock.kernels.triton.norm import add_rms_norm
 
@@ -75,19 +76,21 @@ def test_prefill_of_many_lengths_with_and_without_a_cached_prefix() -> None:
     check([2, 63, 64, 65, 1000, 2048], [2, 63, 1064, 65, 1000, 6000], LLAMA)
 
 
+@pytest.mark.parametrize("with_scale", [False, True])
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_fused_heads_give_what_the_separate_operations_give(with_norm: bool) -> None:
+def test_fused_heads_give_what_the_separate_operations_give(with_norm: bool, with_scale: bool) -> None:
     batch = PagedBatch.random([1, 1, 60], [400, 3, 200], LLAMA, dtype=torch.bfloat16, device="cuda")
     heads = torch.cat([batch.q, batch.k, batch.v], dim=1)
     angles = torch.rand(len(heads), 1, 64, device="cuda")
     rotation = torch.polar(torch.ones_like(angles), angles)
     norm = HeadNorm(torch.rand(40, 128, device="cuda") + 0.5, 1e-5) if with_norm else None
+    scale = RowScale((7 * torch.randn(len(heads), 4096, device="cuda")).bfloat16(), 1e-5) if with_scale else None
     exact = ReferenceAttention([LLAMA], [batch.pool.float()])
     fused = TritonPagedAttention([LLAMA], [batch.pool.clone()])
     exact.prepare(batch.step)
     fused.prepare(batch.step)
-    expected = exact.run_heads(heads.float(), rotation, norm, 0)
-    assert relative_error(fused.run_heads(heads.clone(), rotation, norm, 0), expected) < 1e-2
+    expected = exact.run_heads(heads.float(), rotation, norm, 0, scale)
+    assert relative_error(fused.run_heads(heads.clone(), rotation, norm, 0, scale), expected) < 1e-2
 
 
 def test_a_captured_decode_follows_its_lengths() -> None:
@@ -128,8 +131,11 @@ def test_norm_and_gate_at_full_width(num_tokens: int) -> None:
     expected = summed * (summed.square().mean(dim=-1, keepdim=True) + 1e-5).rsqrt() * weight
     assert relative_error(add_rms_norm(x, residual, weight, 1e-5), expected) < 5e-3
     gate_up = torch.randn(num_tokens, 2 * 14336, device="cuda").bfloat16()
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    assert relative_error(silu_gate(gate_up), torch.nn.functional.silu(gate) * up) < 5e-3
+    gates, ups = gate_up.float().chunk(2, dim=-1)
+    assert relative_error(gate(gate_up, gelu=False), torch.nn.functional.silu(gates) * ups) < 5e-3
+    scale = RowScale(residual, 1e-5)
+    gates, ups = (gate_up.float() * scale.factors()).chunk(2, dim=-1)
+    assert relative_error(gate(gate_up, gelu=False, scale=scale), torch.nn.functional.silu(gates) * ups) < 5e-3
 
 
 @pytest.mark.parametrize(("width", "depth"), [(28672, 4096), (6144, 4096), (4096, 14336), (1024, 3072)])

@@ -24,7 +24,7 @@ from penstock.kernels.attention.interface import (
     HeadNorm,
     LayerAttention,
 )
-from penstock.kernels.norm_rope import apply_rope, rms_norm
+from penstock.kernels.norm_rope import RowScale, apply_rope, rms_norm
 
 _MAX_BATCHED_TOKENS = 8  # longer slices keep the cores busy on their own
 _TILE_TOKENS = 128  # a tile's first token sees fewer keys than its last, and pays for as many
@@ -111,8 +111,12 @@ class CpuAttention(AttentionBackend):
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         return self._attend(torch.cat((q, k, v), dim=1), layer)
 
-    def run_heads(self, heads: Tensor, rotation: Tensor, norm: HeadNorm | None, layer: int) -> Tensor:
+    def run_heads(
+        self, heads: Tensor, rotation: Tensor, norm: HeadNorm | None, layer: int, scale: RowScale | None = None
+    ) -> Tensor:
         shape = self.layers[layer]
+        if scale is not None:
+            heads.mul_(scale.factors()[:, None])
         rotated = heads[:, : shape.num_heads + shape.num_kv_heads]
         if norm is not None:
             rotated.copy_(rms_norm(rotated, norm.weight, norm.eps))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.norm_rope import apply_rope, rms_norm
+from penstock.kernels.norm_rope import RowScale, apply_rope, rms_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +119,17 @@ class AttentionBackend(ABC):
         q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. Returns [tokens, heads * head_dim].
         """
 
-    def run_heads(self, heads: Tensor, rotation: Tensor, norm: HeadNorm | None, layer: int) -> Tensor:
+    def run_heads(
+        self, heads: Tensor, rotation: Tensor, norm: HeadNorm | None, layer: int, scale: RowScale | None = None
+    ) -> Tensor:
         """Norm and rotate the heads of a fused projection, then `run`. A backend may do all of it in one kernel.
 
         heads: [tokens, query + key + value heads, head_dim], which the backend may overwrite; rotation: as for
-        `apply_rope`. Returns [tokens, heads * head_dim].
+        `apply_rope`; scale: what the heads of each token are multiplied with first. Returns [tokens, heads * head_dim].
         """
         shape = self.layers[layer]
+        if scale is not None:
+            heads = (heads * scale.factors()[:, None]).to(heads.dtype)
         rotated, v = heads.split((shape.num_heads + shape.num_kv_heads, shape.num_kv_heads), dim=1)
         if norm is not None:
             rotated = rms_norm(rotated, norm.weight, norm.eps)
@@ -133,7 +137,13 @@ class AttentionBackend(ABC):
         return self.run(rotated[:, : shape.num_heads], rotated[:, shape.num_heads :], v, layer)
 
     def run_wanted(
-        self, heads: Tensor, rotation: Tensor, norm: HeadNorm | None, layer: int, wanted: WantedTokens
+        self,
+        heads: Tensor,
+        rotation: Tensor,
+        norm: HeadNorm | None,
+        layer: int,
+        wanted: WantedTokens,
+        scale: RowScale | None = None,
     ) -> Tensor:
         """As `run_heads`, of which only the wanted tokens' results are returned: [n, heads * head_dim]."""
-        return self.run_heads(heads, rotation, norm, layer).index_select(0, wanted.index)
+        return self.run_heads(heads, rotation, norm, layer, scale).index_select(0, wanted.index)

@@ -22,6 +22,7 @@ from penstock.kernels.attention.interface import (
     LayerAttention,
     WantedTokens,
 )
+from penstock.kernels.norm_rope import RowScale
 
 if TYPE_CHECKING:
     from penstock.kernels.triton.paged_decode import DecodeWorkspace, Splits
@@ -119,25 +120,35 @@ class TritonPagedAttention(AttentionBackend):
         values[self._step.slots] = v.to(values.dtype)
         return self._attend(q, layer)
 
-    def run_heads(self, heads: Tensor, rotation: Tensor, norm: HeadNorm | None, layer: int) -> Tensor:
-        self._rotate(heads, rotation, norm, layer)
+    def run_heads(
+        self, heads: Tensor, rotation: Tensor, norm: HeadNorm | None, layer: int, scale: RowScale | None = None
+    ) -> Tensor:
+        self._rotate(heads, rotation, norm, layer, scale)
         return self._attend(heads[:, : self.layers[layer].num_heads], layer)
 
     def run_wanted(
-        self, heads: Tensor, rotation: Tensor, norm: HeadNorm | None, layer: int, wanted: WantedTokens
+        self,
+        heads: Tensor,
+        rotation: Tensor,
+        norm: HeadNorm | None,
+        layer: int,
+        wanted: WantedTokens,
+        scale: RowScale | None = None,
     ) -> Tensor:
         from penstock.kernels.triton.paged_decode import paged_decode
 
         # All keys and values are in the pool then: to those before it each of these tokens is one that decodes.
-        self._rotate(heads, rotation, norm, layer)
+        self._rotate(heads, rotation, norm, layer, scale)
         shape = self.layers[layer]
         q = heads[:, : shape.num_heads].index_select(0, wanted.index)
         out = q.new_empty(len(q), shape.num_heads * shape.head_dim)
         paged_decode(q, self.kv_pool[layer], wanted.block_tables, wanted.lens, out, shape, *self._wanted_division)
         return out
 
-    def _rotate(self, heads: Tensor, rotation: Tensor, norm: HeadNorm | None, layer: int) -> None:
-        """Norm and rotate heads in place, and write keys and values to the pool."""
+    def _rotate(
+        self, heads: Tensor, rotation: Tensor, norm: HeadNorm | None, layer: int, scale: RowScale | None
+    ) -> None:
+        """Scale, norm and rotate heads in place, and write keys and values to the pool."""
         from penstock.kernels.triton.rope_cache import rotate_and_cache
 
         rotate_and_cache(
@@ -146,6 +157,7 @@ class TritonPagedAttention(AttentionBackend):
             None if norm is None else (norm.weight, norm.eps),
             self._step.slots,
             self.kv_pool[layer],
+            scale,
             num_heads=self.layers[layer].num_heads,
         )
 

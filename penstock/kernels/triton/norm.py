@@ -43,6 +43,14 @@ def _norm_kernel(
     tl.store(out_ptr + at, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def row_factor(rows_ptr, row, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return one over the root mean square of a row, for kernels that scale what a product left unscaled."""
+    columns = tl.arange(0, BLOCK)
+    x = tl.load(rows_ptr + row * SIZE + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x: [..., n]; weight: float32 [n] or [heads, n] with x: [tokens, heads, n]. Returns a new tensor like x."""
     x = x.contiguous()

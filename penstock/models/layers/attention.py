@@ -47,9 +47,10 @@ class Attention:
 
         x: [tokens, hidden]; stream: the same, or of the wanted tokens alone where some are. See `Linear.advance`.
         """
-        heads = self.qkv.apply(x, norm).view(-1, *self._heads_shape)  # [tokens, query + key + value heads, head_dim]
-        if wanted is None:
-            mixed = attention.run_heads(heads, rotations, self.head_norm, self.layer)  # [tokens, heads * head_dim]
+        product, scale = self.qkv.apply_unscaled(x, norm)
+        heads = product.view(-1, *self._heads_shape)  # [tokens, query + key + value heads, head_dim]
+        if wanted is None:  # [tokens, heads * head_dim]
+            mixed = attention.run_heads(heads, rotations, self.head_norm, self.layer, scale)
         else:
-            mixed = attention.run_wanted(heads, rotations, self.head_norm, self.layer, wanted)
+            mixed = attention.run_wanted(heads, rotations, self.head_norm, self.layer, wanted, scale)
         return self.output.advance(mixed, stream, self.group)

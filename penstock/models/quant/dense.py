@@ -45,14 +45,13 @@ class DenseWeight(LinearWeight):
         return functional.linear(x, self.weight, bias)
 
     def apply_gated(self, x: Tensor, bias: Tensor | None = None, *, gelu: bool) -> Tensor:
-        if bias is None and self._gates_at_once(x.shape[0]):
+        if bias is None and self.gates(x.shape[0]):
             from penstock.kernels.triton import hopper_gated
 
             return hopper_gated.gated_product(x, self.weight, gelu=gelu)
         return super().apply_gated(x, bias, gelu=gelu)
 
-    def _gates_at_once(self, num_rows: int) -> bool:
-        """Whether one kernel multiplies and gates so many rows."""
+    def gates(self, num_rows: int) -> bool:
         if not self._can_gate:
             return False
         from penstock.kernels.triton import hopper_gated
@@ -70,9 +69,16 @@ class DenseWeight(LinearWeight):
         return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
 
     def apply_normed(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
-        if self._few_rows is not None and bias is None and self._few_rows.norms(x.shape[0]):
+        if self._few_rows is not None and bias is None and self.norms(x.shape[0]):
             return self._few_rows.multiply_normed(x, norm, eps)
         return super().apply_normed(x, norm, eps, bias)
+
+    def norms(self, num_rows: int) -> bool:
+        return self._few_rows is not None and self._few_rows.norms(num_rows)
+
+    def scale_inputs(self, factors: Tensor) -> bool:
+        self.weight.mul_(factors)
+        return True
 
     def tune(self, peers: Sequence[LinearWeight], num_rows: int, use: ProductUse, tuner: "ProductTuner") -> None:
         wide = use == "wide"
@@ -80,7 +86,7 @@ class DenseWeight(LinearWeight):
             return
         if num_rows <= _FEW_ROWS and self._few_rows is not None:
             return
-        if use == "gated" and self._gates_at_once(num_rows):
+        if use == "gated" and self.gates(num_rows):
             return
         alike = [self, *(peer for peer in peers if isinstance(peer, DenseWeight))]
         weights = [one.weight for one in alike]
@@ -89,9 +95,16 @@ class DenseWeight(LinearWeight):
             one._tuned[num_rows, wide] = product
 
     def add(self, x: Tensor, total: Tensor) -> bool:
-        if self._few_rows is None or x.shape[0] > _FEW_ROWS:
+        if self._few_rows is not None and x.shape[0] <= _FEW_ROWS:
+            self._few_rows.add(x, total)
+            return True
+        if not x.is_cuda or x.dtype == torch.float32:
             return False
-        self._few_rows.add(x, total)
+        tuned = self._tuned.get((x.shape[0], False))
+        if tuned is not None and x.is_contiguous():
+            tuned.add(x, self.weight, total)
+        else:
+            total.addmm_(x, self.weight.t())
         return True
 
     @property

@@ -44,6 +44,21 @@ class LinearWeight(ABC):
         """Return `apply` of the RMS norm of x. norm: [in_features] float32."""
         return self.apply(rms_norm(x, norm, eps), bias)
 
+    def scale_inputs(self, factors: Tensor) -> bool:
+        """Multiply the columns with their factors in place, or return False where the form does not allow it.
+
+        factors: [in_features] float32.
+        """
+        return False
+
+    def norms(self, num_rows: int) -> bool:
+        """Whether `apply_normed` of so many rows needs no kernel beside the product's."""
+        return False
+
+    def gates(self, num_rows: int) -> bool:
+        """Whether `apply_gated` of so many rows needs no kernel beside the product's."""
+        return False
+
     def add(self, x: Tensor, total: Tensor) -> bool:
         """Add x @ W.T to the total in place, or change nothing and return False where no kernel does that."""
         return False

@@ -13,6 +13,7 @@ from tests.triton_device import DEVICE, DTYPES, TOLERANCE, relative_error  # iso
 from penstock.kernels.attention.interface import AttentionStep, HeadNorm, LayerAttention, WantedTokens
 from penstock.kernels.attention.reference import ReferenceAttention
 from penstock.kernels.attention.triton_paged import TritonPagedAttention
+from penstock.kernels.norm_rope import RowScale
 from penstock.kernels.triton.paged_decode import DecodeTile, DecodeWorkspace, Splits, choose_splits, paged_decode
 from penstock.kernels.triton.paged_prefill import list_tiles
 from tests.paged_batches import PagedBatch
@@ -156,19 +157,21 @@ def test_a_planned_step_gives_what_the_plain_one_gives(
     assert not found[len(expected) :].any()
 
 
+@pytest.mark.parametrize("with_scale", [False, True])
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_fused_heads_give_what_the_separate_operations_give(with_norm: bool) -> None:
+def test_fused_heads_give_what_the_separate_operations_give(with_norm: bool, with_scale: bool) -> None:
     batch = PagedBatch.random([1, 1, 6], [40, 3, 20], LAYER, dtype=torch.float32, device=DEVICE)
     heads = torch.cat([batch.q, batch.k, batch.v], dim=1)
     angles = torch.rand(len(heads), 1, LAYER.head_dim // 2, device=DEVICE)
     rotation = torch.polar(torch.ones_like(angles), angles)
     norm = HeadNorm(torch.rand(6, LAYER.head_dim, device=DEVICE), 1e-5) if with_norm else None
+    scale = RowScale(7 * torch.randn(len(heads), 40, device=DEVICE), 1e-5) if with_scale else None
     plain = ReferenceAttention([LAYER], [batch.pool.clone()])
     fused = TritonPagedAttention([LAYER], [batch.pool.clone()])
     plain.prepare(batch.step)
     fused.prepare(batch.step)
-    expected = plain.run_heads(heads.clone(), rotation, norm, 0)
-    assert relative_error(fused.run_heads(heads.clone(), rotation, norm, 0), expected) < 1e-5
+    expected = plain.run_heads(heads.clone(), rotation, norm, 0, scale)
+    assert relative_error(fused.run_heads(heads.clone(), rotation, norm, 0, scale), expected) < 1e-5
     torch.testing.assert_close(fused.kv_pool[0], plain.kv_pool[0], equal_nan=True)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.models.decoder import attention_layers
+from penstock.models.decoder import DecoderLayer, attention_layers
 from penstock.models.layers.feed_forward import FeedForward
 from penstock.models.layers.moe import Moe, route
 from penstock.models.quant.dense import DenseWeight
@@ -57,6 +57,14 @@ class AddingWeight(DenseWeight):
         return True
 
 
+def add_to_stream(layer: DecoderLayer) -> None:
+    """Have the last products of attention and of a plain feed-forward layer add to the stream."""
+    for linear in (layer.attention.output, getattr(layer.feed_forward, "down", None)):
+        if linear is not None:
+            assert isinstance(linear.weight, DenseWeight)
+            linear.weight = AddingWeight(linear.weight.weight)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_products_that_add_to_the_stream_change_nothing(family: str, tmp_path: Path) -> None:
     make_reference(family, tmp_path, **({"head_dim": 16} if family == "gemma2" else {}))
@@ -65,10 +73,27 @@ def test_products_that_add_to_the_stream_change_nothing(family: str, tmp_path: P
     expected = PagedDecoder(decoder).run("a", prompt)
     for layer in decoder.layers:
         assert isinstance(layer.feed_forward, FeedForward)
-        for linear in (layer.attention.output, layer.feed_forward.down):
-            assert isinstance(linear.weight, DenseWeight)
-            linear.weight = AddingWeight(linear.weight.weight)
+        add_to_stream(layer)
     torch.testing.assert_close(PagedDecoder(decoder).run("a", prompt), expected, atol=1e-5, rtol=0.0)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "mixtral"])
+def test_norms_that_are_folded_into_matrices_change_nothing(family: str, adds: bool, tmp_path: Path) -> None:
+    make_reference(family, tmp_path, **({"head_dim": 16} if family == "gemma2" else {}))
+    decoder = load_exact(folder_files(tmp_path))
+    for layer in decoder.layers:  # as trained ones are: no two numbers alike
+        for norm in (layer.attention_norm, layer.feed_forward_norm):
+            norm.weight.uniform_(0.5, 2.0)
+    prompt = random_tokens(6)
+    expected = PagedDecoder(decoder).run("a", prompt)
+    for layer in decoder.layers:
+        layer.fold_norms()
+        assert layer.attention_norm.is_bare
+        assert layer.feed_forward_norm.is_bare == isinstance(layer.feed_forward, FeedForward)
+        if adds:
+            add_to_stream(layer)
+    torch.testing.assert_close(PagedDecoder(decoder).run("a", prompt), expected, atol=1e-4, rtol=0.0)
 
 
 def test_logits_do_not_change_the_hidden_states_they_are_made_from(tmp_path: Path) -> None:
