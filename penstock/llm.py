@@ -60,16 +60,18 @@ class Completion:
 class _Open:
     """A request under way."""
 
+    place: int  # among those of the call
     assembler: TextAssembler
     prompt: list[int]
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    token_times: list[float] = field(default_factory=list)
+    token_seconds: list[float] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int = 0
 
-    def take(self, event: TokenEvent, now: float) -> None:
+    def take(self, event: TokenEvent, seconds: float) -> None:
+        """Take what came so many seconds after the call."""
         if event.error is not None:
             raise EngineFailed(event.error)
         before = self.assembler.num_tokens
@@ -77,13 +79,13 @@ class _Open:
         count = self.assembler.num_tokens - before
         self.text.append(piece.text)
         self.token_ids += event.token_ids[:count]
-        self.token_times += [now] * count
+        self.token_seconds += [seconds] * count
         self.logprobs += (event.logprobs or [])[:count]
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = event.prompt_logprobs
         self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
 
-    def completion(self, params: SamplingParams, began: float) -> Completion:
+    def completion(self, params: SamplingParams) -> Completion:
         assert self.assembler.finish is not None
         return Completion(
             text="".join(self.text),
@@ -91,15 +93,43 @@ class _Open:
             finish_reason=self.assembler.finish,
             num_prompt_tokens=len(self.prompt),
             num_cached_tokens=self.num_cached_tokens,
-            token_seconds=[moment - began for moment in self.token_times],
+            token_seconds=self.token_seconds,
             logprobs=self.logprobs if params.logprobs is not None else None,
-            prompt_logprobs=self.read_prompt() if params.prompt_logprobs is not None else None,
+            prompt_logprobs=self._read_prompt() if params.prompt_logprobs is not None else None,
         )
 
-    def read_prompt(self) -> list[TokenLogprob | None]:
-        """Return the log-probabilities of the prompt's tokens, of which the first has none."""
+    def _read_prompt(self) -> list[TokenLogprob | None]:
         assert self.prompt_logprobs is not None
         return [None, *self.prompt_logprobs.read(0, self.prompt[1:])]
+
+
+class _Call:
+    """The requests of one call, under way and done."""
+
+    def __init__(self, params: list[SamplingParams], began: float) -> None:
+        self.began = began
+        self.open: dict[str, _Open] = {}
+        self._params = params
+        self._done: dict[int, Completion] = {}
+
+    def take(self, events: list[tuple[bytes, TokenEvent]]) -> list[str]:
+        """Take what requests got; return which of them are done. What is left to do for those is done beside a step."""
+        seconds = time.monotonic() - self.began
+        ended = []
+        for _, event in events:
+            request = self.open.get(event.request_id)
+            if request is None:
+                continue
+            request.take(event, seconds)
+            if request.assembler.finish is not None:
+                del self.open[event.request_id]
+                self._done[request.place] = request.completion(self._params[request.place])
+                ended.append(event.request_id)
+        return ended
+
+    @property
+    def completions(self) -> list[Completion]:
+        return [self._done[place] for place in range(len(self._params))]
 
 
 class LLM:
@@ -143,11 +173,11 @@ class LLM:
         Raises RequestError before any of them runs, where one cannot. Threads that call at once are answered in turn.
         """
         began = time.monotonic()
-        ids = self._all_ids(prompts)
-        each = self._params_for(ids, params)
-        with self._turn:
-            done = self._run(ids, each)
-        return [request.completion(chosen, began) for request, chosen in zip(done, each, strict=True)]
+        with _young_collections() as collect:
+            ids = self._all_ids(prompts)
+            each = self._params_for(ids, params)
+            with self._turn:
+                return self._run(ids, each, began, collect)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Completion:
         """Answer a conversation, through the model's chat template. Messages are those of /v1/chat/completions."""
@@ -162,11 +192,11 @@ class LLM:
 
     def score(self, prompts: Prompt | Iterable[Prompt]) -> list[list[float | None]]:
         """Return each prompt token's log-probability given those before it; the first has none."""
-        ids = self._all_ids(prompts)
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        with self._turn:
-            done = self._run(ids, [params] * len(ids))
-        return [[None if score is None else score.logprob for score in request.read_prompt()] for request in done]
+        return [
+            [None if score is None else score.logprob for score in done.prompt_logprobs or []]
+            for done in self.generate(prompts, params)
+        ]
 
     def close(self) -> None:
         """Let go of the model, behind the runs of other threads. What is asked afterwards raises EngineUnavailable."""
@@ -212,7 +242,9 @@ class LLM:
             raise RequestError(message, param="params")
         return listed
 
-    def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[_Open]:
+    def _run(
+        self, prompts: list[list[int]], params: list[SamplingParams], began: float, after_step: Callable[[], None]
+    ) -> list[Completion]:
         """Run requests to their ends, keeping the engine's queue within its bound. The longest answers start first.
 
         Queueing them takes time: the first step runs as soon as there is enough for it, the others come meanwhile.
@@ -221,28 +253,28 @@ class LLM:
             raise EngineUnavailable("this LLM was closed; make another")
         names = prompt_names(len(prompts))
         submits = [self._checked(*asked) for asked in zip(prompts, params, names, strict=True)]
-        done: dict[int, _Open] = {}
-        open_requests: dict[str, _Open] = {}
+        call = _Call(params, began)
         longest = self.config.max_context_tokens
         waiting = sorted(range(len(prompts)), key=lambda index: -(params[index].max_tokens or longest))[::-1]
         limit = self.config.max_running + self.config.max_waiting
-        with _whole_steps() as interrupt, _young_collections() as collect:
+        with _whole_steps() as interrupt:
             try:
-                while waiting or open_requests:
+                while waiting or call.open:
                     room = self.config.max_step_tokens
                     last = max(0, len(waiting) - _MOST_QUEUED)
-                    while len(waiting) > last and room > 0 and len(open_requests) < limit:
-                        index = waiting.pop()
-                        room -= len(prompts[index])
-                        done[index] = self._submit(submits[index], open_requests)
-                    self._take(self._engine.step(), open_requests)
-                    collect()
+                    while len(waiting) > last and room > 0 and len(call.open) < limit:
+                        place = waiting.pop()
+                        room -= len(prompts[place])
+                        self._submit(submits[place], place, call)
+                    ended = call.take(self._engine.step())
+                    self._engine.abort(b"", ended, FinishReason.STOP)
+                    after_step()
                     interrupt()
             finally:
-                self._engine.abort(b"", list(open_requests))
+                self._engine.abort(b"", list(call.open))
                 while self._engine.has_work:
                     self._engine.step()
-        return [done[index] for index in range(len(prompts))]
+        return call.completions
 
     def _checked(self, prompt: list[int], params: SamplingParams, name: str) -> Submit:
         """Return a request that the engine will not refuse. Raises RequestError."""
@@ -253,24 +285,10 @@ class LLM:
         check_answer_fits(len(prompt), params.max_tokens, max_context_tokens, min_tokens=params.min_tokens, prompt=name)
         return submit
 
-    def _submit(self, submit: Submit, open_requests: dict[str, _Open]) -> _Open:
-        request = _Open(TextAssembler(self.tokenizer, submit.params), submit.prompt)
+    def _submit(self, submit: Submit, place: int, call: _Call) -> None:
         now = time.monotonic()
-        for _, event in self._engine.submit(msgspec.structs.replace(submit, arrival=now)):
-            request.take(event, now)
-        open_requests[submit.request_id] = request
-        return request
-
-    def _take(self, events: list[tuple[bytes, TokenEvent]], open_requests: dict[str, _Open]) -> None:
-        now = time.monotonic()
-        for _, event in events:
-            request = open_requests.get(event.request_id)
-            if request is None:
-                continue
-            request.take(event, now)
-            if request.assembler.finish is not None:
-                del open_requests[event.request_id]
-                self._engine.abort(b"", [event.request_id], FinishReason.STOP)
+        call.open[submit.request_id] = _Open(place, TextAssembler(self.tokenizer, submit.params), submit.prompt)
+        call.take(self._engine.submit(msgspec.structs.replace(submit, arrival=now)))
 
     async def _render(self, template: str, messages: list[ChatMessage]) -> str:
         chat_template = ChatTemplate(
@@ -342,8 +360,8 @@ def _token_ids(prompt: Sequence[int], name: str) -> list[int]:
     """Return whole numbers of any library as Python's own. Raises InvalidParameter where they are something else."""
     right = "give a text or a list of token ids"
     listed = _listed(name, prompt, right)
-    if set(map(type, listed)) == {int}:
-        return listed
+    with contextlib.suppress(msgspec.ValidationError):
+        return msgspec.convert(listed, list[int])
     token_ids = []
     for item in listed:
         try:

@@ -154,9 +154,13 @@ _KINDS: dict[object, str] = {
 }
 
 
+# Of these nothing is to be made; looking them up is far quicker than asking which kind of number they are.
+_OWN_TYPES = frozenset({bool, int, float, type(None), tuple, dict})
+
+
 def _plain(value: object) -> object:
     """Return another library's number as Python's own."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if type(value) in _OWN_TYPES or not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
