@@ -26,7 +26,7 @@ class Linear:
 
     def apply_unscaled(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, RowScale | None]:
         """As `apply`, but where all that is left of the norm is a scale of rows, leave that to whoever comes next."""
-        if norm is None or not norm.is_bare or self.bias is not None or self.weight.norms(x.shape[0]):
+        if norm is None or not norm.is_bare or self.bias is not None or not self.weight.defers_norm(x.shape[0]):
             return self.apply(x, norm), None
         return self.weight.apply(x), RowScale(x, norm.eps)
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 # Products with at most so many rows have a kernel of their own on CUDA.
 _FEW_ROWS = 16
+# Rows are better scaled behind a product of up to so many. A few rows' product begins while the norm before it still
+# runs; of many it is not launches that take the time, and each program that scales a part of a row reads the whole row.
+_MOST_DEFERRED_ROWS = 512
 
 
 class DenseWeight(LinearWeight):
@@ -69,12 +72,12 @@ class DenseWeight(LinearWeight):
         return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
 
     def apply_normed(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
-        if self._few_rows is not None and bias is None and self.norms(x.shape[0]):
+        if self._few_rows is not None and bias is None and self._few_rows.norms(x.shape[0]):
             return self._few_rows.multiply_normed(x, norm, eps)
         return super().apply_normed(x, norm, eps, bias)
 
-    def norms(self, num_rows: int) -> bool:
-        return self._few_rows is not None and self._few_rows.norms(num_rows)
+    def defers_norm(self, num_rows: int) -> bool:
+        return _FEW_ROWS < num_rows <= _MOST_DEFERRED_ROWS
 
     def scale_inputs(self, factors: Tensor) -> bool:
         self.weight.mul_(factors)

@@ -51,8 +51,8 @@ class LinearWeight(ABC):
         """
         return False
 
-    def norms(self, num_rows: int) -> bool:
-        """Whether `apply_normed` of so many rows needs no kernel beside the product's."""
+    def defers_norm(self, num_rows: int) -> bool:
+        """Whether so many rows are better scaled behind the product than normed before it."""
         return False
 
     def gates(self, num_rows: int) -> bool:

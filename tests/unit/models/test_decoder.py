@@ -77,15 +77,17 @@ def test_products_that_add_to_the_stream_change_nothing(family: str, tmp_path: P
     torch.testing.assert_close(PagedDecoder(decoder).run("a", prompt), expected, atol=1e-5, rtol=0.0)
 
 
-@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(("adds", "num_tokens"), [(False, 24), (True, 24), (True, 6)])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "mixtral"])
-def test_norms_that_are_folded_into_matrices_change_nothing(family: str, adds: bool, tmp_path: Path) -> None:
+def test_norms_that_are_folded_into_matrices_change_nothing(
+    family: str, adds: bool, num_tokens: int, tmp_path: Path
+) -> None:
     make_reference(family, tmp_path, **({"head_dim": 16} if family == "gemma2" else {}))
     decoder = load_exact(folder_files(tmp_path))
     for layer in decoder.layers:  # as trained ones are: no two numbers alike
         for norm in (layer.attention_norm, layer.feed_forward_norm):
             norm.weight.uniform_(0.5, 2.0)
-    prompt = random_tokens(6)
+    prompt = random_tokens(num_tokens)
     expected = PagedDecoder(decoder).run("a", prompt)
     for layer in decoder.layers:
         layer.fold_norms()
