@@ -39,19 +39,33 @@ class PromptChunks:
         self._counted_at = clock()
 
     def sizes(
-        self, prompts: Sequence[Ready], shape: StepShape, seconds: float, room: int, *, whole_room: int = 0
+        self,
+        prompts: Sequence[Ready],
+        shape: StepShape,
+        seconds: float,
+        room: int,
+        *,
+        end_seconds: float = 0.0,
+        whole_room: int = 0,
     ) -> dict[int, int]:
         """Return how many tokens of each prompt, by the request's number, fit beside `shape` into a step so long.
 
-        The first may run to its end with up to `whole_room` of them, where its end is sooner so.
+        It may take `end_seconds` until a prompt ends: behind that one it holds only what it has room for anyway. The
+        first may run to its end with up to `whole_room` of them, where its end is sooner so.
         """
         sizes: dict[int, int] = {}
         costs = self._model.costs
         patient_seconds = min(seconds, self._pace.patient_seconds(shape))
         guest_seconds: float | None = None
+        has_end = False
         for request, remaining in prompts:
             most = min(remaining, max(0, room))
-            longest = patient_seconds if self._pace.can_wait(request, remaining) else seconds
+            longest = patient_seconds if self._pace.can_wait(request, remaining) else max(seconds, end_seconds)
+            if has_end and end_seconds > seconds:
+                if costs.seconds(shape) < seconds:
+                    longest = min(longest, seconds)
+                else:
+                    most = min(most, self._spare_tokens(shape.num_tokens, 0))
             if _gives_way(request, prompts[0][0]):
                 if guest_seconds is None:
                     guest_seconds = self._guest_seconds(costs, shape, seconds)
@@ -66,6 +80,7 @@ class PromptChunks:
             if most - fitting <= fitting * REST_PART:
                 fitting = most
             sizes[request.number] = fitting
+            has_end = has_end or fitting == remaining
             room -= fitting
             shape = with_prompt(shape, fitting, request.computed)
         self._fit_step_size(sizes, prompts, shape.num_tokens)
@@ -88,10 +103,10 @@ class PromptChunks:
                 sizes[request.number] = size - surplus
                 return
 
-    def _spare_tokens(self, num_tokens: int, most: int) -> int:
-        """How many of `most` more the runner takes without running, and paying for, a larger step."""
+    def _spare_tokens(self, num_tokens: int, unknown: int) -> int:
+        """How many more the runner takes without running, and paying for, a larger step, if it has sizes so large."""
         index = bisect_left(self._step_sizes, num_tokens)
-        return self._step_sizes[index] - num_tokens if index < len(self._step_sizes) else most
+        return self._step_sizes[index] - num_tokens if index < len(self._step_sizes) else unknown
 
     def _guest_seconds(self, costs: StepCosts, shape: StepShape, seconds: float) -> float:
         """How long the prompts of others may make a step that has this shape without them."""

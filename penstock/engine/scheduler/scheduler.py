@@ -261,6 +261,8 @@ class Scheduler:
             if len(self.waiting) and self._admit(plan, ready, budget):
                 ready = self._ready()
             patient = self.placement.give_way(ready, self._foresight.pace.patience(ready) if self._foresight else None)
+            if patient is ready and self._pace is not None:
+                patient = self._pace.leave_to_prompts(ready, self.waiting)
             if patient is not ready:
                 everybody, ready, budget = ready, patient, self._step_tokens(patient)
         if self._foresight is not None and self.running and self.running[-1].is_batch:
@@ -358,7 +360,11 @@ class Scheduler:
         if seconds is not None and self._foresight is not None:
             shape = decode_shape(ready)
             whole = self.config.max_step_tokens - shape.num_rows if is_left_to(prompts[0][0], ready, everybody) else 0
-            return self._foresight.chunks.sizes(prompts, shape, seconds, room, whole_room=whole)
+            assert self._pace is not None
+            end_seconds = self._pace.end_seconds(ready, self.waiting)
+            return self._foresight.chunks.sizes(
+                prompts, shape, seconds, room, end_seconds=end_seconds, whole_room=whole
+            )
         chunks = {}
         for request, remaining in prompts:
             chunks[request.number] = min(remaining, max(0, room))

@@ -22,6 +22,14 @@ _SHARED_SECONDS = 10.0
 # Not where callers have names: the next one's should not have to wait for it. Nor where they state times: what is
 # foreseen for them is exact to a step.
 _BACKLOG_PART = 0.3
+# In a burst, though, until the first prompt ends and no longer: whole prompts run faster than pieces, and nobody's
+# first token waits for the next one's prompt. Several that wait are a burst, and so is one that is late: its first token will come after more
+# than so many times what the prompt takes. Where one is later still, answers stand still, for so many steps in a row.
+# And later than that it is no burst but overload: then only speed helps, and nobody stands still for nothing.
+_LATE_TIMES = 3.0
+_STANDSTILL_TIMES = 4.0
+_STANDSTILL_STEPS = 2
+_OVERLOAD_TIMES = 8.0
 # While several tenants are there, speed alone makes no step of prompts longer than one of which this part is what every
 # step takes; nor does a long prompt that is not due yet, while short ones come. Shorter steps would slow prompts down
 # more than they help the others.
@@ -55,6 +63,7 @@ class ServingPace(Pace):
         self._efficient_seconds = 0.0
         self._has_names = False
         self._has_times = False
+        self._steps_without_answers = 0
         self._last_arrival: tuple[str, float] | None = None  # tenant and time
         self._shared_until = -math.inf
         self._short_until = -math.inf
@@ -79,7 +88,9 @@ class ServingPace(Pace):
 
     def step_tokens(self, ready: Sequence[Ready], waiting: Iterable[RequestState]) -> int:
         shape = decode_shape(ready)
-        return shape.num_rows + self._prompt_tokens(self.step_seconds(ready, waiting), shape)
+        waiting = list(waiting)
+        seconds = max(self.step_seconds(ready, waiting), self.end_seconds(ready, waiting))
+        return shape.num_rows + self._prompt_tokens(seconds, shape)
 
     def step_seconds(self, ready: Sequence[Ready], waiting: Iterable[RequestState]) -> float:
         limited = [
@@ -93,10 +104,31 @@ class ServingPace(Pace):
         prompts.extend(waiting)
         # Who was promised a time was promised it with short steps.
         is_promised = any([request.targets.ttft_seconds or request.deadline_seconds for request in prompts])
-        num_tokens = 0 if is_promised else sum([request.remaining for request in prompts])
+        is_burst = self.end_seconds(ready, waiting) > 0.0
+        num_tokens = 0 if is_promised or is_burst else sum([request.remaining for request in prompts])
         seconds = self.comfortable_seconds(decode_shape(ready), num_tokens)
         # What one tenant's answers may take is no reason for another's first token to wait for longer steps.
         return min(seconds, self._room(limited)) if limited else seconds
+
+    def end_seconds(self, ready: Sequence[Ready], waiting: Iterable[RequestState]) -> float:
+        """How long the next step may take, if that is longer, until a prompt ends."""
+        prompts = _first_tokens_due(ready, waiting)
+        if not self._may_hurry or not prompts:
+            return 0.0
+        seconds, times = self._lateness(prompts)
+        is_burst = (len(prompts) > 1 or times > _LATE_TIMES) and times <= _OVERLOAD_TIMES
+        return seconds if is_burst else 0.0
+
+    def leave_to_prompts(self, ready: Sequence[Ready], waiting: Iterable[RequestState]) -> Sequence[Ready]:
+        """Return the prompts alone where one is so late that answers stand still for it. Asked once for each step."""
+        prompts = [item for item in ready if item[1] > 1]
+        due = _first_tokens_due(ready, waiting)
+        times = self._lateness(due)[1] if self._may_hurry and prompts else 0.0
+        if _STANDSTILL_TIMES < times <= _OVERLOAD_TIMES and self._steps_without_answers < _STANDSTILL_STEPS:
+            self._steps_without_answers += 1
+            return prompts
+        self._steps_without_answers = 0
+        return ready
 
     def steady_step(
         self, shape: StepShape, time_per_token: float | None, context: int = 0, num_prompt_tokens: int = 0
@@ -161,6 +193,27 @@ class ServingPace(Pace):
         """Whether several tenants are there."""
         return self._clock() < self._shared_until
 
+    @property
+    def _may_hurry(self) -> bool:
+        """Whether nobody is there for whom steps must stay short."""
+        is_large = self.max_step_tokens > _SMALL_STEP_TOKENS
+        is_strict = self._has_names or self._has_times or self._is_shared
+        return is_large and not is_strict and self._times.model.is_trusted
+
+    def _lateness(self, prompts: Sequence[RequestState]) -> tuple[float, float]:
+        """Return how long the latest of these will have waited for its first token: seconds, and times its own."""
+        token_seconds = self._times.model.costs.token_seconds
+        now = self._clock()
+        num_tokens = 0
+        latest = (0.0, 0.0)
+        for request in prompts:
+            num_tokens += request.remaining
+            seconds = now - request.arrival + num_tokens * token_seconds
+            times = seconds / max(request.num_prompt_tokens * token_seconds, 1e-9)
+            if times > latest[1]:
+                latest = (seconds, times)
+        return latest
+
     def _short_seconds(self) -> float:
         """How long a step of prompts is while others should not wait long for it."""
         short = self._times.model.seconds(with_prompt(StepShape(), 1, 0)) / _SHORT_FIXED_PART
@@ -204,6 +257,13 @@ def _saved(request: RequestState, target: float, start: float) -> float:
         return target
     # By the end of this step it will have drawn so many tokens behind the first, which may be under way.
     return first + (request.num_drawn_tokens + request.in_flight) * target - start
+
+
+def _first_tokens_due(ready: Sequence[Ready], waiting: Iterable[RequestState]) -> list[RequestState]:
+    """Return whose first token somebody waits for, in about the order in which they run."""
+    prompts = [request for request, remaining in ready if remaining > 1]
+    prompts.extend(waiting)
+    return [request for request in prompts if request.first_token_at is None and not request.is_batch]
 
 
 def decode_shape(ready: Sequence[Ready]) -> StepShape:

@@ -124,3 +124,14 @@ def test_prompts_of_others_do_not_make_a_step_that_is_left_to_one_tenant_larger_
     assert given == {0: 510, 1: 0}
     given = sizes_of_graphs(StepShape(2, 2000), prompt(0, "b", 500, num_rows=3), prompt(1, "a", 1000, num_rows=50))
     assert given == {0: 500, 1: 10}
+
+
+def test_a_step_may_be_longer_until_a_prompt_ends_and_then_holds_what_it_has_room_for_anyway(clock):
+    known = StepCosts(
+        fixed=0.002, prompt_step=0.0, prompt_pair=0.0, row=0.0, context_token=0.0, tokens_beyond=((0, 2e-5),)
+    )
+    chunks = Foresight.make(max_step_tokens=8192, clock=clock, known=known, step_sizes=(512, 1024, 1152)).chunks
+    prompts = [prompt(number, "", 1000, num_rows=1) for number in range(3)]
+    shape = StepShape(40, 40 * 100)
+    assert chunks.sizes(prompts, shape, 0.0123, 8192) == {0: 472, 1: 0, 2: 0}
+    assert chunks.sizes(prompts, shape, 0.0123, 8192, end_seconds=0.05) == {0: 1000, 1: 112, 2: 0}

@@ -137,6 +137,14 @@ def test_the_named_workloads_run_on_the_shipped_profile(name: str):
     assert 4 < found.time_per_token_ms.p50 < 30
 
 
+def test_bursts_make_no_long_tail():
+    found = run(named_workload("rate20"), read_profile("h200-llama-8b"), max_context_tokens=8192)
+    assert found.ttft_ms is not None and found.time_per_token_ms is not None
+    # Prompts cut into pieces throughout: 140 and 10.9.
+    assert found.ttft_ms.p99 < 120
+    assert found.time_per_token_ms.p99 < 12
+
+
 def test_more_load_is_slower():
     profile = read_profile("h200-llama-8b")
     figures = [run(named_workload(name), profile).time_per_token_ms for name in ("rate10", "rate20", "rate30")]
