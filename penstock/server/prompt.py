@@ -33,6 +33,13 @@ def likely_tokens(prompts: Sequence[str | list[int] | ChatMessage]) -> int:
     return sum(_likely_tokens(prompt) for prompt in prompts)
 
 
+def fewest_tokens(tokenizer: Tokenizer, prompts: Sequence[str | list[int]]) -> int:
+    """Return how many tokens prompts have for certain: all of token ids, of texts what longer tokens would leave."""
+    return sum(
+        max(1, tokenizer.fewest_tokens(prompt)) if isinstance(prompt, str) else len(prompt) for prompt in prompts
+    )
+
+
 def _likely_tokens(prompt: str | list[int] | ChatMessage) -> int:
     if isinstance(prompt, list):
         return len(prompt)

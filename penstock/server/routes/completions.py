@@ -13,7 +13,7 @@ from penstock.server.context import ServerContext
 from penstock.server.continuation import check_continuation, framed_params
 from penstock.server.endpoint import Access, Endpoint
 from penstock.server.generation import begin_answer, open_call, preparing
-from penstock.server.prompt import likely_tokens, text_prompts
+from penstock.server.prompt import fewest_tokens, likely_tokens, text_prompts
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
 
@@ -49,7 +49,16 @@ async def begin_completion(
     params.validate(info.vocab_size)
     terms = context.terms(wanted, caller, tier)
     num_answers, likely = wanted.num_choices * len(wanted.prompt), likely_tokens(wanted.prompt)
-    limited = preparing(context, caller, record, params, terms, num_answers=num_answers, likely_input_tokens=likely)
+    limited = preparing(
+        context,
+        caller,
+        record,
+        params,
+        terms,
+        num_answers=num_answers,
+        likely_input_tokens=likely,
+        least_input_tokens=fewest_tokens(context.tokenizer, wanted.prompt) if caller.terms.limits.are_metered else 1,
+    )
     async with limited:
         prompts = await text_prompts(context, wanted.prompt, info, claim_of(caller, record, terms))
         for name, prompt in zip(prompt_names(len(prompts)), prompts, strict=True):

@@ -144,7 +144,7 @@ async def test_whoever_is_over_a_limit_is_told_so_before_a_prompt_is_made(store,
         monkeypatch.setattr(
             service.tokenizer, "encode", lambda *given, **more: made.append(1) or encode(*given, **more)
         )
-        refused = [await service.complete("1" * 5000, key="alice"), await service.chat(key="alice", max_tokens=16)]
+        refused = [await service.complete("1" * 30, key="alice"), await service.chat(key="alice", max_tokens=16)]
         large = [{"role": "user", "content": ""}] * 900
         refused.append(await service.post("/v1/chat/completions", key="alice", messages=large))
     assert (first.status_code, [answer.status_code for answer in refused]) == (200, [429] * 3)
@@ -239,6 +239,17 @@ async def test_a_locked_store_is_503_in_bounded_time_and_reserves_nothing_behind
         monkeypatch.setattr(meter, "STORE_SECONDS", 10.0)
         assert await is_all_given_back(service, store)
         assert len(service.engine.submitted) == 2, "bob's, and the small one"
+
+
+@pytest.mark.parametrize("prompt", [[5] * 61, [[5] * 31, [6] * 30], "a " * 4000], ids=["ids", "several", "text"])
+async def test_a_prompt_that_can_never_fit_is_400_also_while_its_limit_is_used_up(store, prompt):
+    async with serving(store, alice={"input_tokens_per_minute": 60}) as service:
+        assert (await service.complete([5] * 60, key="alice")).status_code == 200
+        refused = await service.complete(prompt, key="alice")
+        fitting = await service.complete([5] * 60, key="alice")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "limit_too_small")
+    assert "input_tokens_per_minute, but your key has 60 in all" in refused.json()["error"]["message"]
+    assert (fitting.status_code, fitting.json()["error"]["code"]) == (429, "rate_limit_exceeded")
 
 
 async def test_tenants_take_turns_at_the_store_when_one_of_them_floods_it(store, monkeypatch):
