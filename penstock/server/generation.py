@@ -271,8 +271,11 @@ async def _assemblers(
 
 
 def _most_tokens(context: ServerContext, caller: Caller, prompt: Prompt, params: SamplingParams) -> int:
-    """Return how long one answer may become: as asked for, or to the end of the caller's context."""
-    room = context.engine_info(caller).max_context_tokens - len(prompt.token_ids)
+    """Return how long one answer may become: as asked for, or to the end of the caller's context.
+
+    Behind a prompt that is scored alone, and may fill the context, a token is drawn all the same, and dropped.
+    """
+    room = max(1, context.engine_info(caller).max_context_tokens - len(prompt.token_ids))
     return room if params.max_tokens is None else min(params.max_tokens, room)
 
 
