@@ -239,6 +239,7 @@ async def test_a_locked_store_is_503_in_bounded_time_and_reserves_nothing_behind
         monkeypatch.setattr(meter, "STORE_SECONDS", 10.0)
         assert await is_all_given_back(service, store)
         assert len(service.engine.submitted) == 2, "bob's, and the small one"
+        await until(lambda: usage(store)["alice"].errors == 3)
 
 
 @pytest.mark.parametrize("prompt", [[5] * 61, [[5] * 31, [6] * 30], "a " * 4000], ids=["ids", "several", "text"])
@@ -555,6 +556,7 @@ async def test_tenants_without_limits_need_no_store_to_be_served(tmp_path, store
         Database.open(store).close()
         await until(lambda: "alice" in usage(store))
     assert usage(store)["alice"].requests == 1
+    assert counts(usage(store)["bob"]) == (0, 0, 0, 0, 1), "an error, as others of the server's own"
 
 
 async def test_without_a_store_only_tenants_without_limits_are_served(tmp_path):
