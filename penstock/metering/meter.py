@@ -28,7 +28,7 @@ from penstock.protocol.errors import CATALOGUE
 from penstock.request import Tier
 from penstock.store.buckets import Bucket
 from penstock.store.ledger import day_of
-from penstock.store.quotas import RENEW_SECONDS, Ask, Lease, Need, QuotaStore, Refusal, Spent, Ticket
+from penstock.store.quotas import RENEW_SECONDS, Ask, Glance, Lease, Need, QuotaStore, Refusal, Spent, Ticket
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller, Usage
 
@@ -192,11 +192,12 @@ class Meter:
             return
         with self._failure_booked(caller, model, least.tier):
             quotas = self._limits_store()
-            refusal = await self._answer(
-                self._look_thread.submit_for(caller.tenant, lambda: quotas.look(caller, least, likely_input_tokens))
-            )
-        if refusal is not None:
-            raise self._refused(caller, model, least.tier, refusal)
+            glance = Glance(caller, least, likely_input_tokens)
+            outcome = await self._answer(self._look_thread.submit_among(caller.tenant, quotas.look, glance))
+        if isinstance(outcome, LimitTooSmall):
+            raise outcome
+        if outcome is not None:
+            raise self._refused(caller, model, least.tier, outcome)
 
     async def _count_request(self, caller: Caller, tier: Tier) -> None:
         """Count a request that was not admitted, where requests are counted. A store that fails does not hide why."""

@@ -255,18 +255,18 @@ async def test_a_prompt_that_can_never_fit_is_400_also_while_its_limit_is_used_u
 
 async def test_tenants_take_turns_at_the_store_when_one_of_them_floods_it(store, monkeypatch):
     gate, lined_up, asked = threading.Event(), [], []
-    submit_for, look = StoreThread.submit_for, QuotaStore.look
+    submit_among, look = StoreThread.submit_among, QuotaStore.look
 
-    def line_up(self, tenant, work):
+    def line_up(self, tenant, work, question):
         lined_up.append(tenant)
-        return submit_for(self, tenant, work)
+        return submit_among(self, tenant, work, question)
 
-    def held_up(self, caller, *given):
+    def held_up(self, glances):
         gate.wait(10)
-        asked.append(caller.tenant)
-        return look(self, caller, *given)
+        asked.append((glances[0].caller.tenant, len(glances)))
+        return look(self, glances)
 
-    monkeypatch.setattr(StoreThread, "submit_for", line_up)
+    monkeypatch.setattr(StoreThread, "submit_among", line_up)
     monkeypatch.setattr(QuotaStore, "look", held_up)
     async with serving(store, alice={"requests_per_minute": 10}, bob={"requests_per_minute": 10}) as service:
         flood = [asyncio.create_task(service.chat(key="alice")) for _ in range(20)]
@@ -276,7 +276,9 @@ async def test_tenants_take_turns_at_the_store_when_one_of_them_floods_it(store,
         gate.set()
         assert (await bobs).status_code == 200
         await asyncio.gather(*flood)
-    assert asked.index("bob") <= 2, "behind the one under way, and one whose turn was next"
+    assert [tenant for tenant, _ in asked].index("bob") <= 2, "behind what is under way, and those whose turn was next"
+    assert len(asked) <= 3, "what a tenant asked meanwhile is looked at together"
+    assert sum(count for tenant, count in asked if tenant == "alice") == 20
 
 
 async def test_a_deadline_ends_the_wait_for_a_locked_store(store):
