@@ -23,6 +23,9 @@ class ConnectionLimits:
     max_head_bytes: int = 64 * 1024
     body_seconds: float = 30.0  # and a second more for each `body_bytes_per_second` that arrived
     body_bytes_per_second: int = 16 * 1024
+    # Of a body whose request is answered: a connection closed over unread bytes is reset, and the answer lost.
+    discard_seconds: float = 1.0
+    max_discarded_bytes: int = 32 * 1024 * 1024
     reader_seconds: float = 30.0  # how long a reader may stay more than `unread_bytes` behind
     unread_bytes: int = 64 * 1024
     socket_bytes: int = 128 * 1024  # the kernel's own buffer, which it counts double

@@ -180,6 +180,8 @@ def check_answer_fits(
     """
     room = max_context_tokens - num_prompt_tokens
     asked, param = (min_tokens, "min_tokens") if max_tokens is None else (max_tokens, param)
+    if asked > room and room < 1:
+        raise ContextTooLong(num_prompt_tokens, max_context_tokens, what=spoken_prompt(prompt), param=prompt)
     if asked > room:
         what = f"{spoken_prompt(prompt)} ({num_prompt_tokens} tokens) plus {param} ({asked})"
         total = num_prompt_tokens + asked

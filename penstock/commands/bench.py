@@ -144,10 +144,13 @@ def serve(
         dialect=Dialect(chat=chat, text=text, ignore_eos=ignore_eos),
         warm_up_requests=warmup,
     )
-    workloads = arrivals.apply(work.workloads())
+    workloads = arrivals.workloads(work)
     with ProgressBar(Console(stderr=True)) as bar:
         report = _run(serve_bench.bench_serve(target, workloads, ServiceLevel(slo_ttft, slo_tpot), watcher=bar))
     publish(report, json, html)
+    if report.cut_short:
+        Console(stderr=True).print("Cut short: this is what was measured until then.")
+        raise typer.Exit(130)
     if not any(run.num_completed for run in report.runs):
         raise typer.Exit(1)
 

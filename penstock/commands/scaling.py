@@ -49,7 +49,7 @@ def run(sourced: Sourced, work: Work, arrivals: Arrivals, asked: Scaled) -> int:
             raise ConfigError(name, str(file), "leave it out: --autoscale prints a table of its own, and no report")
     if not asked.level.is_set:
         raise ConfigError("--autoscale", asked.autoscale, "say what is to be kept: --slo-ttft, --slo-tpot or both")
-    workloads = arrivals.apply(work.workloads())
+    workloads = arrivals.workloads(work)
     if len(workloads) != 1:
         raise ConfigError("--autoscale", asked.autoscale, "give one workload, and one rate")
     server = _server(sourced, asked)

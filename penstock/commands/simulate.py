@@ -33,7 +33,7 @@ class Simulated:
 def run(sourced: Sourced, work: Work, arrivals: Arrivals, asked: Simulated) -> int:
     """Print the report; with a measured one to compare with, return 1 where they differ too much."""
     measured = None if asked.against is None else document.read_report(asked.against)
-    workloads = arrivals.apply(work.workloads())
+    workloads = arrivals.workloads(work)
     profile = read_profile(asked.profile, option="--profile")
     simulated_options = replace(sourced.options, device="simulated", simulated_profile=asked.profile)
     server = configure(

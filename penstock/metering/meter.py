@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -28,7 +28,7 @@ from penstock.protocol.errors import CATALOGUE
 from penstock.request import Tier
 from penstock.store.buckets import Bucket
 from penstock.store.ledger import day_of
-from penstock.store.quotas import RENEW_SECONDS, Ask, Lease, Need, QuotaStore, Refusal, Spent, Ticket
+from penstock.store.quotas import RENEW_SECONDS, Ask, Glance, Lease, Need, QuotaStore, Refusal, Spent, Ticket
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller, Usage
 
@@ -172,9 +172,10 @@ class Meter:
             return Charge(self, caller, model, None, deadline)
         lease = caller.voucher.lease if caller.voucher is not None else None
         instead_of = Ticket.parse(lease) if lease is not None else None
-        quotas = self._limits_store()
-        job = self._thread.submit_among(caller.tenant, quotas.admit, Ask(caller, need, instead_of))
-        outcome = await self._answer(job, too_late=self._give_back)
+        with self._failure_booked(caller, model, need.tier):
+            quotas = self._limits_store()
+            job = self._thread.submit_among(caller.tenant, quotas.admit, Ask(caller, need, instead_of))
+            outcome = await self._answer(job, too_late=self._give_back)
         if isinstance(outcome, LimitTooSmall):
             await self._count_request(caller, need.tier)
             raise outcome
@@ -189,12 +190,14 @@ class Meter:
         moves = caller.voucher is not None and caller.voucher.lease is not None  # it may have been admitted elsewhere
         if moves or not caller.terms.limits.are_metered:
             return
-        quotas = self._limits_store()
-        refusal = await self._answer(
-            self._look_thread.submit_for(caller.tenant, lambda: quotas.look(caller, least, likely_input_tokens))
-        )
-        if refusal is not None:
-            raise self._refused(caller, model, least.tier, refusal)
+        with self._failure_booked(caller, model, least.tier):
+            quotas = self._limits_store()
+            glance = Glance(caller, least, likely_input_tokens)
+            outcome = await self._answer(self._look_thread.submit_among(caller.tenant, quotas.look, glance))
+        if isinstance(outcome, LimitTooSmall):
+            raise outcome
+        if outcome is not None:
+            raise self._refused(caller, model, least.tier, outcome)
 
     async def _count_request(self, caller: Caller, tier: Tier) -> None:
         """Count a request that was not admitted, where requests are counted. A store that fails does not hide why."""
@@ -203,6 +206,16 @@ class Meter:
         quotas = self._quotas
         with contextlib.suppress(StoreUnavailable):
             await self._answer(self._thread.submit_for(caller.tenant, lambda: quotas.count_request(caller)))
+
+    @contextlib.contextmanager
+    def _failure_booked(self, caller: Caller, model: str, tier: Tier) -> Iterator[None]:
+        """Book a request that the store's failure ends."""
+        try:
+            yield
+        except StoreUnavailable:
+            if tier is Tier.ONLINE:  # a batch only waits
+                self.book_error(caller.tenant, model)
+            raise
 
     def _limits_store(self) -> QuotaStore:
         if self._quotas is None:
@@ -220,7 +233,11 @@ class Meter:
         if not waiter.done():
             self._metrics.count_store_failure()
             raise StoreUnavailable(f"the store has not answered for {STORE_SECONDS:g} s; try again in a moment")
-        return waiter.result()
+        try:
+            return waiter.result()
+        except StoreUnavailable:
+            self._metrics.count_store_failure()
+            raise
 
     def _give_back(self, outcome: Lease | Refusal | LimitTooSmall) -> None:
         """Take back what was reserved for a request that has stopped waiting for it."""
@@ -244,7 +261,7 @@ class Meter:
         self.book(Usage(tenant=tenant, model=model, day=day_of(time.time()), refused=1), None)
 
     def book_error(self, tenant: str, model: str) -> None:
-        """Note a request whose answer was lost on its way."""
+        """Note a request that a failure of ours, or of a replica, left without its answer."""
         self.book(Usage(tenant=tenant, model=model, day=day_of(time.time()), errors=1), None)
 
     def forget(self, lease: Lease | None) -> None:

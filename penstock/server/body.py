@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
 
+from penstock.connection_limits import ConnectionLimits
 from penstock.errors import BodyTooLarge
 from penstock.protocol.media_type import check_json
 from penstock.protocol.wire import MAX_ENTRIES, WireModel, parse_request
@@ -22,8 +23,8 @@ from penstock.server.endpoint import caller_of
 from penstock.server.text_work import TextWork
 
 _LARGE_BODY_BYTES = 256 * 1024  # from here on a thread reads it, so that others' streams go on meanwhile
-_MAX_DISCARDED_BYTES = 32 * 1024 * 1024
-_DISCARD_SECONDS = 1.0
+_MAX_DISCARDED_BYTES = ConnectionLimits().max_discarded_bytes
+_DISCARD_SECONDS = ConnectionLimits().discard_seconds
 
 Wanted = TypeVar("Wanted", bound=WireModel)
 

@@ -70,12 +70,13 @@ def preparing(
     *,
     num_answers: int,
     likely_input_tokens: int,
+    least_input_tokens: int = 1,
 ) -> AbstractAsyncContextManager[None]:
     """Where a call's prompts are made: whoever is over a limit already does not get there."""
     longest = context.engine_info(caller).max_context_tokens
     most = longest if params.max_tokens is None else params.max_tokens
     least = Need(
-        input_tokens=1,
+        input_tokens=least_input_tokens,
         most_output_tokens=num_answers * most,
         output_is_stated=params.max_tokens is not None,
         least_output_tokens=num_answers * min(params.min_tokens, most),
@@ -270,8 +271,11 @@ async def _assemblers(
 
 
 def _most_tokens(context: ServerContext, caller: Caller, prompt: Prompt, params: SamplingParams) -> int:
-    """Return how long one answer may become: as asked for, or to the end of the caller's context."""
-    room = context.engine_info(caller).max_context_tokens - len(prompt.token_ids)
+    """Return how long one answer may become: as asked for, or to the end of the caller's context.
+
+    Behind a prompt that is scored alone, and may fill the context, a token is drawn all the same, and dropped.
+    """
+    room = max(1, context.engine_info(caller).max_context_tokens - len(prompt.token_ids))
     return room if params.max_tokens is None else min(params.max_tokens, room)
 
 

@@ -33,6 +33,13 @@ def likely_tokens(prompts: Sequence[str | list[int] | ChatMessage]) -> int:
     return sum(_likely_tokens(prompt) for prompt in prompts)
 
 
+def fewest_tokens(tokenizer: Tokenizer, prompts: Sequence[str | list[int]]) -> int:
+    """Return how many tokens prompts have for certain: all of token ids, of texts what longer tokens would leave."""
+    return sum(
+        max(1, tokenizer.fewest_tokens(prompt)) if isinstance(prompt, str) else len(prompt) for prompt in prompts
+    )
+
+
 def _likely_tokens(prompt: str | list[int] | ChatMessage) -> int:
     if isinstance(prompt, list):
         return len(prompt)
@@ -59,7 +66,7 @@ def _for_template(messages: list[ChatMessage]) -> list[dict[str, str]]:
 
 
 async def text_prompts(
-    context: ServerContext, prompts: list[str | list[int]], info: EngineInfo, claim: Claim
+    context: ServerContext, prompts: list[str | list[int]], info: EngineInfo, claim: Claim, *, with_answer: bool = True
 ) -> list[Prompt]:
     """Tokenise those prompts that are texts. Raises where one does not fit."""
     found, num_before = [], 0
@@ -71,7 +78,7 @@ async def text_prompts(
             num_before += len(prompt)
         else:
             made = Prompt(prompt)
-        check_prompt(made, info, param=name)
+        check_prompt(made, info, param=name, with_answer=with_answer)
         found.append(made)
     return found
 
@@ -126,8 +133,8 @@ def check_num_answers(num_prompts: int, num_choices: int, info: EngineInfo) -> N
         raise InvalidParameter(param, value, right)
 
 
-def check_prompt(prompt: Prompt, info: EngineInfo, *, param: str) -> None:
-    """Raise unless the engine can run the prompt and make at least one token."""
+def check_prompt(prompt: Prompt, info: EngineInfo, *, param: str, with_answer: bool = True) -> None:
+    """Raise unless the engine can run the prompt and, for an answer, make at least one token."""
     if not prompt.token_ids:
         raise RequestError(f"{param} is empty; give at least one token", param=param)
     if prompt.text is None:
@@ -136,6 +143,8 @@ def check_prompt(prompt: Prompt, info: EngineInfo, *, param: str) -> None:
             raise InvalidParameter(param, wrong, f"give token ids from 0 to {info.vocab_size - 1}")
     else:
         check_text_tokens(prompt.token_ids, info.vocab_size, param=param)
-    if len(prompt.token_ids) >= info.max_context_tokens:
-        what = spoken_prompt(param)
-        raise ContextTooLong(len(prompt.token_ids), info.max_context_tokens, what=what, param=param)
+    num_tokens, longest, what = len(prompt.token_ids), info.max_context_tokens, spoken_prompt(param)
+    if num_tokens > longest:
+        raise ContextTooLong(num_tokens, longest, what=what, param=param, right=SHORTER)
+    if with_answer and num_tokens == longest:
+        raise ContextTooLong(num_tokens, longest, what=what, param=param)

@@ -124,6 +124,14 @@ class Ask(NamedTuple):
     instead_of: Ticket | None = None
 
 
+class Glance(NamedTuple):
+    """A request of which it is asked, before its prompt is counted, whether it would be refused now."""
+
+    caller: Caller
+    least: Need  # what is certain of it
+    likely_input_tokens: int
+
+
 class QuotaStore:
     """The limits of all tenants."""
 
@@ -151,37 +159,25 @@ class QuotaStore:
                 _write(connection, tenant, in_use)
         return outcomes
 
-    def look(self, caller: Caller, least: Need, likely_input_tokens: int) -> Refusal | None:
-        """Return why a request would be refused now, before its prompt is counted. Raises LimitTooSmall.
+    def look(self, glances: Sequence[Glance]) -> list[Refusal | LimitTooSmall | None]:
+        """Return why each of a tenant's requests would be refused now, if it were the only one. Changes nothing.
 
-        `least` is what is certain of it. Of the minute's input it is taken to need a part at least of what is likely;
-        the wait is told for all of that, so that whoever comes back then is seldom told to wait once more. Changes
-        nothing.
+        Of the minute's input one is taken to need a part at least of what is likely; the wait is told for all of that,
+        so that whoever comes back then is seldom told to wait once more. LimitTooSmall is for one that no wait would
+        let in.
         """
-        limits = caller.terms.limits
-        _check_fits(limits, least)
+        (tenant,) = {glance.caller.tenant for glance in glances}
         with self._database.reading() as connection:
-            row = connection.execute(select(quotas).where(quotas.c.tenant == caller.tenant)).first()
+            row = connection.execute(select(quotas).where(quotas.c.tenant == tenant)).first()
             now = self._database.now(connection)
             in_use = InUse(at=now) if row is None else _in_use(row)
-            if now < in_use.at:  # only who may write can let time go on after a clock was set back
-                return None
-            in_use.move_to(now, limits)
-            num_running = _count_running(connection, caller, now)
-        output_tokens = _estimate(limits, least, in_use.mean_output_tokens)
-        refusal = _refusal(limits, in_use, least, output_tokens, num_running)
-        most = limits.input_tokens_per_minute
-        if most is None or least.tier is Tier.BATCH:
-            return refusal
-        bucket = Bucket(most, in_use.input_tokens)
-        if refusal is None and not bucket.wait_seconds(min(most, likely_input_tokens // _LIKELY_PARTS)):
-            return None
-        wait = bucket.wait_seconds(min(most, max(least.input_tokens, likely_input_tokens)))
-        if refusal is not None and wait <= refusal.retry_after_seconds:
-            return refusal
-        wait = math.ceil(wait * 1000) / 1000
-        standing = in_use.buckets(limits)
-        return Refusal(limit="input_tokens_per_minute", most=most, retry_after_seconds=wait, standing=standing)
+            is_set_back = now < in_use.at
+            if not is_set_back:
+                in_use.move_to(now, glances[0].caller.terms.limits)
+            counted = [item for item in glances if item.caller.terms.limits.concurrent_requests is not None]
+            num_running = _count_running(connection, counted[0].caller, now) if counted else 0
+        # Only who may write can let time go on after a clock was set back.
+        return [_foreseen(glance, None if is_set_back else in_use, num_running) for glance in glances]
 
     def count_request(self, caller: Caller) -> None:
         """Count a request that ended before it could be admitted: it was read, so it is one."""
@@ -202,6 +198,32 @@ class QuotaStore:
                 renewed = insert_into(connection, leases, rows)
                 newer, still_theirs = {"expires_at": expires_at}, leases.c.tenant == renewed.excluded.tenant
                 connection.execute(renewed.on_conflict_do_update(index_elements=["id"], set_=newer, where=still_theirs))
+
+
+def _foreseen(glance: Glance, in_use: InUse | None, num_running: int) -> Refusal | LimitTooSmall | None:
+    """Return why a request would be refused, as far as can be known. Without `in_use` nothing is known of others."""
+    caller, least, likely_input_tokens = glance
+    limits = caller.terms.limits
+    try:
+        _check_fits(limits, least)
+    except LimitTooSmall as error:
+        return error
+    if in_use is None:
+        return None
+    output_tokens = _estimate(limits, least, in_use.mean_output_tokens)
+    refusal = _refusal(limits, in_use, least, output_tokens, num_running)
+    most = limits.input_tokens_per_minute
+    if most is None or least.tier is Tier.BATCH:
+        return refusal
+    bucket = Bucket(most, in_use.input_tokens)
+    if refusal is None and not bucket.wait_seconds(min(most, likely_input_tokens // _LIKELY_PARTS)):
+        return None
+    wait = bucket.wait_seconds(min(most, max(least.input_tokens, likely_input_tokens)))
+    if refusal is not None and wait <= refusal.retry_after_seconds:
+        return refusal
+    wait = math.ceil(wait * 1000) / 1000
+    standing = in_use.buckets(limits)
+    return Refusal(limit="input_tokens_per_minute", most=most, retry_after_seconds=wait, standing=standing)
 
 
 def _admit(connection: Connection, ask: Ask, in_use: InUse, now: float) -> Lease | Refusal | LimitTooSmall:

@@ -110,7 +110,7 @@ def make_plan(sourced: Sourced, fleet_file: Path | None, flags: Mapping[str, Any
         settings=settings,
         options=options,
         given=tuple(name for name in values if values[name] is not None),
-        gpus=_num_gpus(settings, sourced.options),
+        gpus=_num_gpus(settings, sourced.options, "deploy.gpus" if flags.get("gpus") is None else "--gpus"),
         fleet=fleet,
         server_files={"serve.toml": toml_text(values), **texts},
         gateway_text=toml_text(gateway),
@@ -175,10 +175,17 @@ def _read(option: str, path: Path) -> str:
         raise ConfigError(flag(option), str(path), "give a file of UTF-8 text that can be read") from error
 
 
-def _num_gpus(settings: Settings, options: Options) -> int:
-    if settings.gpus is not None:
-        return settings.gpus
-    return 0 if options.device in ("cpu", "simulated") else options.tensor_parallel
+def _num_gpus(settings: Settings, options: Options, option: str) -> int:
+    """Return how many each server gets. Raises where it would have some that it does not use, or too few to start."""
+    used = 0 if options.device in ("cpu", "simulated") else options.tensor_parallel
+    fewest = used if options.device == "cuda" else 0
+    if settings.gpus is None:
+        return used
+    if settings.gpus not in (fewest, used):
+        numbers = " or ".join(str(number) for number in sorted({fewest, used}, reverse=True))
+        right = f"a server with --device {options.device} uses {used}: give {numbers}, or leave it out"
+        raise ConfigError(option, settings.gpus, right)
+    return settings.gpus
 
 
 def with_servers(fleet: FleetConfig, **ours: Any) -> FleetConfig:

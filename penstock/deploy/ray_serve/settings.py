@@ -103,6 +103,10 @@ def make_settings(sourced: Sourced, wanted: Wanted) -> ApplicationSettings:
         )
     if wanted.cpus <= 0 and wanted.gpus <= 0:
         raise ConfigError("--cpus", wanted.cpus, "a replica needs a part of a CPU or of a GPU to be placed by")
+    most_gpus = 0 if options.device in ("cpu", "simulated") else 1
+    if wanted.gpus > most_gpus:
+        right = f"a rank of a server with --device {options.device} uses {most_gpus}: give no more, or leave it out"
+        raise ConfigError("--gpus", wanted.gpus, right)
     replica = ReplicaSettings(
         application=wanted.name,
         arguments=serve_arguments(sourced),

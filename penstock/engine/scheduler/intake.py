@@ -11,7 +11,8 @@ def check_submit(submit: Submit, *, max_context_tokens: int, vocab_size: int, pr
     num_prompt = len(submit.prompt)
     if num_prompt == 0:
         raise InvalidParameter(prompt, [], "give at least one token")
-    if num_prompt >= max_context_tokens:
+    # The last token of an answer is drawn and never run: where it is the only one, the prompt may fill the context.
+    if num_prompt > max_context_tokens - (submit.params.max_tokens != 1):
         raise ContextTooLong(num_prompt, max_context_tokens, what=spoken_prompt(prompt), param=prompt)
     submit.params.validate(vocab_size)
     for token_id in (max(submit.prompt), min(submit.prompt)):

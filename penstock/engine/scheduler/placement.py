@@ -163,9 +163,10 @@ class Placement:
 
     def _expected_total(self, request: RequestState) -> int:
         """Tokens to set blocks aside for: an estimate, or the most possible once it has been preempted too often."""
+        most = request.max_total_tokens - 1  # the last is drawn and never run
         if request.num_preemptions >= MAX_PREEMPTIONS:
-            return request.max_total_tokens
-        return min(request.max_total_tokens, len(request.tokens) + int(self.lengths.mean_tokens) + 1)
+            return most
+        return min(most, len(request.tokens) + int(self.lengths.mean_tokens) + 1)
 
     def _find_blocks(self, plan: StepPlan, request: RequestState, num_blocks: int) -> bool:
         """See that so many blocks are promised to nobody, if it takes the blocks of those that are to give way."""

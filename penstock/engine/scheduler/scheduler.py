@@ -144,7 +144,7 @@ class Scheduler:
             request_id=submit.request_id,
             tokens=list(submit.prompt),
             num_prompt_tokens=num_prompt,
-            max_total_tokens=min(num_prompt + wanted, self.config.max_context_tokens),
+            max_total_tokens=min(num_prompt + wanted, max(num_known + 1, self.config.max_context_tokens)),
             params=params,
             stop_ids=frozenset(eos) | frozenset(params.stop_token_ids),
             seed=params.seed if params.seed is not None else random.getrandbits(63),

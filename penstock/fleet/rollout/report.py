@@ -26,26 +26,29 @@ def write_report(rollout: Rollout, evidence: Evidence | None = None) -> str:
         seconds = report.ended_at - report.began_at
         lines += ["", f"## {_name(report.step)}: {report.outcome}", ""]
         lines += [f"From {_moment(report.began_at)}, {seconds:.0f} s, looked at {report.looks} times.", ""]
-        lines += _table(report.findings)
+        lines += _table(rollout, report.findings)
     if rollout.is_running:
         lines += ["", f"## {_name(rollout.step)}: under way", ""]
         if evidence is not None:
             lines += [
-                f"{evidence.stable.requests} requests to {rollout.stable}, {evidence.candidate.requests} to "
-                f"{rollout.candidate}, {evidence.compared_answers} answers compared; looked at {rollout.looks} times, "
+                f"{evidence.stable.requests} requests to the stable version ({rollout.stable}), "
+                f"{evidence.candidate.requests} to the candidate ({rollout.candidate}), "
+                f"{evidence.compared_answers} answers compared; looked at {rollout.looks} times, "
                 f"next with {rollout.next_look} requests to each.",
                 "",
             ]
             lines += [f"{evidence.losses}.", ""] if evidence.losses else []
-        lines += _table(rollout.findings)
+        lines += _table(rollout, rollout.findings)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _table(findings: list[Finding]) -> list[str]:
+def _table(rollout: Rollout, findings: list[Finding]) -> list[str]:
     if not findings:
         return ["Nothing was judged."]
+    # By role and name: whoever makes versions may call any of them "stable".
+    stable, candidate = (_cell(version) for version in (rollout.stable, rollout.candidate))
     lines = [
-        "| measure | stable | candidate | worse by | allowed | values | verdict |",
+        f"| measure | stable ({stable}) | candidate ({candidate}) | worse by | allowed | values | verdict |",
         "|---|---|---|---|---|---|---|",
     ]
     for finding in findings:
@@ -54,6 +57,10 @@ def _table(findings: list[Finding]) -> list[str]:
         cells = [finding.measure, *shown, span, f"{finding.limit:g}", str(finding.num_values), finding.verdict.value]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def _value(finding: Finding, value: float | None) -> str:

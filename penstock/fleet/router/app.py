@@ -304,8 +304,7 @@ def _front_door(context: GatewayContext) -> Middleware:
             # What the framework itself raises then: it closes the connection and says nothing.
             raise asyncio.CancelledError from None
         finally:
-            if request.content.is_eof():
-                context.connections.note_answered(request.transport)
+            context.connections.note_answered(request.transport, is_read=request.content.is_eof())
             record.total_seconds = time.monotonic() - record.arrival
             if not (record.path in _QUIET_ROUTES or record.path.startswith(_ADMIN_PREFIX)):
                 # Names of models that nobody serves would be labels without number.

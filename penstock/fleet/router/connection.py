@@ -50,6 +50,7 @@ class GuardedConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._tail = b""  # of the head, in which its end may have begun
         self._other_bytes = 0  # that came since the last of a request's body: its trailers, and what is sent ahead
+        self._discarded_bytes: int | None = None  # of a body whose request is answered
         self._clock: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
         self.own_address: str | None = None  # that it came to; None: a Unix socket
@@ -90,8 +91,12 @@ class GuardedConnection(asyncio.Protocol):
         """A request has been answered: what comes next begins another."""
         if self._reading is _Reading.REQUEST:
             self._reading = _Reading.NOTHING
-            self._other_bytes = 0
+            self._other_bytes, self._discarded_bytes = 0, None
             self._connections.crowd.note_idle(self)
+
+    def on_answered_early(self) -> None:
+        """A request has been answered before its body came: what still comes is thrown away, within bounds."""
+        self._discarded_bytes = 0
 
     # ------------------------------------------------------------ reading
 
@@ -115,6 +120,11 @@ class GuardedConnection(asyncio.Protocol):
 
     def _take_rest(self, data: bytes) -> None:
         """Take what comes behind a head. Of what is no body of its request, no more than a head may be large."""
+        if self._discarded_bytes is not None:
+            self._discarded_bytes += len(data)
+            if self._discarded_bytes > self._limits.max_discarded_bytes:
+                self.leave()
+                return
         before = self._inner.body
         num_before = before.total_bytes if before is not None else 0
         self._inner.data_received(data)
@@ -265,11 +275,12 @@ class Connections:
         connection = self._open.get(transport) if transport is not None else None
         return connection.own_address if connection is not None else None
 
-    def note_answered(self, transport: asyncio.BaseTransport | None) -> None:
-        """Take that a request has been answered, once what it wrote is on its way."""
+    def note_answered(self, transport: asyncio.BaseTransport | None, *, is_read: bool) -> None:
+        """Take that a request has been answered, be it before all of it was read, once what it wrote is on its way."""
         connection = self._open.get(transport) if transport is not None else None
         if connection is not None:
-            asyncio.get_running_loop().call_soon(connection.on_answered)
+            step = connection.on_answered if is_read else connection.on_answered_early
+            asyncio.get_running_loop().call_soon(step)
 
 
 class GuardedSite(web.BaseSite):
@@ -294,6 +305,7 @@ class GuardedSite(web.BaseSite):
             inner = _Handler(
                 server, loop=loop, keepalive_timeout=limits.idle_seconds, access_log=None,  # type: ignore[arg-type]
                 max_line_size=limits.max_head_bytes, max_field_size=limits.max_head_bytes, max_headers=_MAX_HEADERS,
+                lingering_time=limits.discard_seconds,
                 auto_decompress=False,  # such a body is refused, and what is left of it thrown away as it came
             )  # fmt: skip
             return GuardedConnection(inner, self._connections)

@@ -13,7 +13,7 @@ from penstock.server.context import ServerContext
 from penstock.server.continuation import check_continuation, framed_params
 from penstock.server.endpoint import Access, Endpoint
 from penstock.server.generation import begin_answer, open_call, preparing
-from penstock.server.prompt import likely_tokens, text_prompts
+from penstock.server.prompt import fewest_tokens, likely_tokens, text_prompts
 from penstock.telemetry import RequestRecord
 from penstock.tenants import Caller
 
@@ -49,12 +49,22 @@ async def begin_completion(
     params.validate(info.vocab_size)
     terms = context.terms(wanted, caller, tier)
     num_answers, likely = wanted.num_choices * len(wanted.prompt), likely_tokens(wanted.prompt)
-    limited = preparing(context, caller, record, params, terms, num_answers=num_answers, likely_input_tokens=likely)
+    limited = preparing(
+        context,
+        caller,
+        record,
+        params,
+        terms,
+        num_answers=num_answers,
+        likely_input_tokens=likely,
+        least_input_tokens=fewest_tokens(context.tokenizer, wanted.prompt) if caller.terms.limits.are_metered else 1,
+    )
     async with limited:
-        prompts = await text_prompts(context, wanted.prompt, info, claim_of(caller, record, terms))
+        claim, with_answer = claim_of(caller, record, terms), not wanted.only_scores_prompt
+        prompts = await text_prompts(context, wanted.prompt, info, claim, with_answer=with_answer)
         for name, prompt in zip(prompt_names(len(prompts)), prompts, strict=True):
             check_answer_fits(len(prompt.token_ids), wanted.max_tokens, info.max_context_tokens, prompt=name)
-        if wanted.echo and not wanted.only_scores_prompt:
+        if wanted.echo and with_answer:
             prompts = [_with_unfinished(context, prompt) for prompt in prompts]
         check_answer_size(prompts, params, num_choices=wanted.num_choices, max_context_tokens=info.max_context_tokens)
         begun = await check_continuation(wanted, params, prompts, info, context.turns)

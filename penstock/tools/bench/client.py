@@ -5,7 +5,8 @@ A request that fails is a measurement too, with its kind of error; only a server
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -45,6 +46,8 @@ class StreamClient:
 
     def __init__(self, url: str, api_key: str | None = None, *, now: Callable[[], float] = time.perf_counter) -> None:
         self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
+        self.num_open = 0  # requests
+        self.last_heard = now()  # when the server last said anything, or was first asked
         self._now = now
         self._headers = {"Content-Type": "application/json"}
         if api_key:
@@ -74,8 +77,9 @@ class StreamClient:
     async def first_model(self) -> str:
         """Return the name of the first model served."""
         try:
-            async with self._session.get(self.url + "/v1/models", allow_redirects=False) as response:
-                status, body = response.status, await response.content.read(MAX_ERROR_BYTES)
+            with self._open_request():
+                async with self._session.get(self.url + "/v1/models", allow_redirects=False) as response:
+                    status, body = response.status, await response.content.read(MAX_ERROR_BYTES)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise RemoteError(f"no server answers at {self.url}; start one, or name another with --url") from error
         if status == 401:
@@ -91,14 +95,8 @@ class StreamClient:
         measurement = Measurement(sent=self._now())
         scan = StreamScan(chat=dialect.chat)
         try:
-            async with self._session.post(self.url + dialect.path, data=body, allow_redirects=False) as response:
-                if response.status != 200:
-                    refusal = await response.content.read(MAX_ERROR_BYTES)
-                    measurement.fail(f"http {response.status}", _reason(refusal))
-                elif response.content_type != "text/event-stream":
-                    measurement.fail("not a stream", f"the answer is {response.content_type}")
-                else:
-                    await self._follow(response, scan, measurement)
+            with self._open_request():
+                await self._ask(body, dialect, scan, measurement)
         except TimeoutError:
             measurement.fail("timeout", "the server said nothing for too long")
         except aiohttp.ClientConnectorError as error:
@@ -109,10 +107,32 @@ class StreamClient:
         measurement.token_times = scan.token_times
         return measurement
 
+    @contextmanager
+    def _open_request(self) -> Iterator[None]:
+        if not self.num_open:
+            self.last_heard = self._now()
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+    async def _ask(self, body: bytes, dialect: Dialect, scan: StreamScan, measurement: Measurement) -> None:
+        async with self._session.post(self.url + dialect.path, data=body, allow_redirects=False) as response:
+            if response.status != 200:
+                refusal = await response.content.read(MAX_ERROR_BYTES)
+                self.last_heard = self._now()
+                measurement.fail(f"http {response.status}", _reason(refusal))
+            elif response.content_type != "text/event-stream":
+                measurement.fail("not a stream", f"the answer is {response.content_type}")
+            else:
+                await self._follow(response, scan, measurement)
+
     async def _follow(self, response: aiohttp.ClientResponse, scan: StreamScan, measurement: Measurement) -> None:
         now = self._now
         async for chunk in response.content.iter_any():
-            if not scan.push(chunk, now()):
+            self.last_heard = now()
+            if not scan.push(chunk, self.last_heard):
                 return measurement.fail("not a stream", "a line of it does not end")
         ending = scan.end()
         measurement.input_tokens = ending.input_tokens

@@ -82,7 +82,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     num_requests: int
     num_completed: int
-    seconds: float  # from the first request sent to the last ended
+    seconds: float  # from the first request sent to the last ended, or to where it was cut short
     input_tokens: int
     output_tokens: int
     counted_by: Literal["usage", "chunks", "usage and chunks", "engine"]
@@ -92,6 +92,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     errors: dict[str, int] = {}
     error_examples: dict[str, str] = {}
     num_short: int = 0  # answers with fewer tokens than asked for
+    num_unfinished: int = 0  # requests that were open or not sent yet when the run was cut short
     cached_tokens: int | None = None
     ttft_ms: Distribution | None = None
     time_per_token_ms: Distribution | None = None
@@ -126,6 +127,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     prompts: str  # how they were sent
     ignored_end_of_text: bool
     runs: list[Run]
+    cut_short: bool = False  # the last run may have requests unfinished, and others may be missing behind it
     format: Literal["penstock-bench-1"] = "penstock-bench-1"
 
 
@@ -167,7 +169,9 @@ FIGURES = (
 )
 
 
-def new_report(runs: list[Run], *, target: str, model: str, prompts: str, ignored_end_of_text: bool) -> Report:
+def new_report(
+    runs: list[Run], *, target: str, model: str, prompts: str, ignored_end_of_text: bool, cut_short: bool = False
+) -> Report:
     """Return a report made now, by this Penstock."""
     return Report(
         version=penstock.__version__,
@@ -177,6 +181,7 @@ def new_report(runs: list[Run], *, target: str, model: str, prompts: str, ignore
         prompts=prompts,
         ignored_end_of_text=ignored_end_of_text,
         runs=runs,
+        cut_short=cut_short,
     )
 
 

@@ -29,8 +29,9 @@ class Sender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    measured: Measured
+    measured: Measured  # requests whose answers ended
     generator: GeneratorHealth
+    cut_after_seconds: float | None = None  # None: it ran to its end
 
 
 async def run_load(
@@ -40,17 +41,34 @@ async def run_load(
     on_done: Callable[[], None] = lambda: None,
     now: Callable[[], float] = time.perf_counter,
 ) -> LoadResult:
-    """Run a workload to its end, every request measured, and say how well this generator kept up."""
+    """Run a workload to its end, every request measured, and say how well this generator kept up.
+
+    Cancelled, it ends what is open and returns what it has: whoever waited minutes for figures wants those there are.
+    """
+    measured: Measured = []
     late_seconds: list[float] = []
+    cut_after_seconds = None
     with _collector_out_of_the_way():
         watch = HealthWatch(now=now)
-        if workload.concurrency is not None:
-            measured = await _closed_loop(workload, workload.concurrency, sender, on_done)
-        else:
-            measured = await _open_loop(workload, sender, on_done, now, late_seconds)
+        started = now()
+        try:
+            if workload.concurrency is not None:
+                await _closed_loop(workload, workload.concurrency, sender, on_done, measured)
+            else:
+                await _open_loop(workload, sender, on_done, now, late_seconds, measured)
+        except asyncio.CancelledError:
+            _go_on()
+            cut_after_seconds = now() - started
         # All at once is no schedule that could be kept: sending takes as long as it takes.
         generator = await watch.stop(late_seconds if workload.is_timed else [])
-    return LoadResult(measured, generator)
+    return LoadResult(measured, generator, cut_after_seconds)
+
+
+def _go_on() -> None:
+    """Have this task no longer count as cancelled."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.uncancel()
 
 
 async def _open_loop(
@@ -59,7 +77,8 @@ async def _open_loop(
     on_done: Callable[[], None],
     now: Callable[[], float],
     late_seconds: list[float],
-) -> Measured:
+    measured: Measured,
+) -> None:
     is_timed = workload.is_timed
     started = now()
 
@@ -69,20 +88,23 @@ async def _open_loop(
         on_done()
         return request, measurement
 
-    async with asyncio.TaskGroup() as group:
-        tasks = []
-        for request in workload.requests:
-            body = sender.prepare(request)
-            if is_timed:
-                # Even where it is late already: those before it must get to run.
-                await asyncio.sleep(max(0.0, started + request.start_seconds - now()))
-            tasks.append(group.create_task(send(request, body)))
-    return [task.result() for task in tasks]
+    tasks: list[asyncio.Task[tuple[PlannedRequest, Measurement]]] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            for request in workload.requests:
+                body = sender.prepare(request)
+                if is_timed:
+                    # Even where it is late already: those before it must get to run.
+                    await asyncio.sleep(max(0.0, started + request.start_seconds - now()))
+                tasks.append(group.create_task(send(request, body)))
+    finally:
+        measured += [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
 
 
-async def _closed_loop(workload: Workload, concurrency: int, sender: Sender, on_done: Callable[[], None]) -> Measured:
+async def _closed_loop(
+    workload: Workload, concurrency: int, sender: Sender, on_done: Callable[[], None], measured: Measured
+) -> None:
     waiting = iter(workload.requests)
-    measured: Measured = []
 
     async def keep_one_open() -> None:
         for request in waiting:
@@ -92,7 +114,6 @@ async def _closed_loop(workload: Workload, concurrency: int, sender: Sender, on_
     async with asyncio.TaskGroup() as group:
         for _ in range(min(concurrency, len(workload.requests))):
             group.create_task(keep_one_open())
-    return measured
 
 
 @contextmanager

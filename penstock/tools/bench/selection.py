@@ -67,8 +67,21 @@ class Arrivals:
     concurrency: int | None = None
     seed: int = 0
 
+    @property
+    def given(self) -> list[str]:
+        """The options by which requests do not arrive as the workload says."""
+        options = {"--rate": self.rate, "--rates": self.rates, "--concurrency": self.concurrency}
+        return [name for name, value in options.items() if value is not None]
+
+    def workloads(self, work: Work) -> list[Workload]:
+        """Return the workloads as they are to arrive."""
+        if work.speed != 1.0 and self.given:
+            right = f"leave it out: {self.given[0]} replaces the times of the trace"
+            raise ConfigError("--speed", work.speed, right)
+        return self.apply(work.workloads())
+
     def apply(self, workloads: list[Workload]) -> list[Workload]:
-        if sum(item is not None for item in (self.rate, self.rates, self.concurrency)) > 1:
+        if len(self.given) > 1:
             raise ConfigError("--rate", self.rate, "give one of --rate, --rates or --concurrency, and only one")
         if self.concurrency is not None:
             return [item.in_closed_loop(self.concurrency) for item in workloads]

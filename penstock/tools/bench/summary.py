@@ -55,8 +55,12 @@ def summarise(
     generator: GeneratorHealth | None = None,
     *,
     seconds: float | None = None,
+    num_unfinished: int = 0,
 ) -> Run:
-    """Return the figures of one run. It took `seconds`, or else from the first request sent to the last ended."""
+    """Return the figures of one run. It took `seconds`, or else from the first request sent to the last ended.
+
+    Of a run that was cut short, `num_unfinished` requests were open or had not been sent.
+    """
     started = min((item.sent for _, item in measured), default=0.0)
     if seconds is None:
         seconds = max((item.ended for _, item in measured), default=0.0) - started
@@ -70,7 +74,7 @@ def summarise(
         rate=workload.rate,
         concurrency=workload.concurrency,
         temperature=workload.temperature,
-        num_requests=len(measured),
+        num_requests=len(measured) + num_unfinished,
         num_completed=len(completed),
         seconds=seconds,
         input_tokens=sum(row.input_tokens for row in rows),
@@ -81,6 +85,7 @@ def summarise(
         num_short=sum(
             row.output_tokens < request.max_tokens for row, (request, _) in zip(rows, completed, strict=True)
         ),
+        num_unfinished=num_unfinished,
         cached_tokens=sum(cached) if cached else None,
         ttft_ms=distribution([row.ttft_ms for row in rows if row.ttft_ms is not None]),
         time_per_token_ms=distribution([row.time_per_token_ms for row in rows if row.time_per_token_ms is not None]),

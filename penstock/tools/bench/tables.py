@@ -62,6 +62,8 @@ def comparison_table(compared: Sequence[Comparison]) -> Table:
 def warnings(run: Run) -> list[str]:
     """Return what a reader must know before believing the figures."""
     lines = []
+    if run.num_unfinished:
+        lines.append(f"Cut short: {run.num_unfinished} of {run.num_requests} requests had not ended.")
     if run.generator is not None and run.generator.warnings:
         lines.append(f"The load generator may be the bottleneck: {'; '.join(run.generator.warnings)}.")
     for kind, count in run.errors.items():

@@ -1,9 +1,10 @@
-"""How far a benchmark has come, shown while it runs and only where somebody can see it move."""
+"""How far a benchmark has come, shown while it runs where somebody can see it move, and what it waits for, anywhere."""
 
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 
 class Watcher:
@@ -14,6 +15,9 @@ class Watcher:
 
     def one_done(self) -> None:
         """One of its requests has ended."""
+
+    def waiting(self, sentence: str) -> None:
+        """Nothing happens for long."""
 
 
 class ProgressBar(Watcher):
@@ -39,3 +43,6 @@ class ProgressBar(Watcher):
     def one_done(self) -> None:
         assert self._task is not None
         self._bar.advance(self._task)
+
+    def waiting(self, sentence: str) -> None:
+        self._bar.console.print(Text(sentence, style="dim"), soft_wrap=True)

@@ -1,7 +1,10 @@
 """`penstock bench` from its flags to its files."""
 
 import asyncio
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
@@ -59,6 +62,28 @@ def test_a_server_that_refuses_everything_is_status_1(capsys: pytest.CaptureFixt
     with server(Script(status=429)) as url:
         assert run("serve", "--url", url, "--shape", "2x8+4", "--warmup", "0") == 1
     assert "2 of 2 requests failed: http 429" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_the_load_and_reports_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, json = Script(first_seconds=0.0, token_seconds=0.0, silent_after=3), tmp_path / "a.json"
+
+    def press_when_silent() -> None:
+        while len(script.requests) < 4:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    person = threading.Thread(target=press_when_silent)
+    flags = ["--shape", "5x8+4", "--concurrency", "1", "--warmup", "0", "--json", str(json)]
+    with server(script) as url:
+        person.start()
+        assert run("serve", "--url", url, *flags) == 130
+        person.join()
+    shown = capsys.readouterr()
+    assert "Cut short: 3 of 5 requests had not ended." in shown.out
+    assert "Cut short" in shown.err
+    report = read_report(json)
+    assert report.cut_short
+    assert report.runs[0].num_completed == 2
 
 
 def test_a_bad_workload_is_one_sentence_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:

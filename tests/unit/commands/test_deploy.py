@@ -23,11 +23,11 @@ def run(*arguments: str) -> int:
 
 def test_it_writes_one_file_for_each_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert run("Qwen/Qwen3-8B", "--out", str(out), "--image", "registry.example.com/penstock:1", "--gpus", "2") == 0
+    assert run("Qwen/Qwen3-8B", "--out", str(out), "--image", "registry.example.com/penstock:1", "--gpus", "1") == 0
     deployment = yaml.safe_load((out / "servers/deployment.yaml").read_text())
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["image"] == "registry.example.com/penstock:1"
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
     assert 'model = "Qwen/Qwen3-8B"' in (out / "core/server-configmap.yaml").read_text()
     told = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert told[-4:] == [  # a Secret needs its namespace, and a pod its Secrets

@@ -82,6 +82,13 @@ def test_they_are_those_of_transformers_in_any_batch_and_chunks(tiny, changes):
         check(told, expected, prompt)
 
 
+@pytest.mark.parametrize("max_step_tokens", [7, 512])
+def test_a_prompt_that_fills_the_context_is_scored(tiny, max_step_tokens):
+    engine = engine_of(tiny.loaded, max_context_tokens=60, max_running=4, max_step_tokens=max_step_tokens)
+    (told,) = run(engine, PROMPTS[:1], scoring())
+    check(told, tiny.expected[0], PROMPTS[0])
+
+
 def test_a_cached_prompt_is_run_again_to_be_scored(tiny):
     engine = engine_of(tiny.loaded)
     plain = SamplingParams(max_tokens=1, temperature=0.0)

@@ -321,6 +321,20 @@ def dataclass_replace(message, **changes):
     return type(message)(**{**{name: getattr(message, name) for name in message.__struct_fields__}, **changes})
 
 
+@pytest.mark.parametrize("num_preemptions", [0, MAX_PREEMPTIONS])
+@pytest.mark.parametrize("foresight", [False, True])
+def test_a_prompt_may_fill_the_context_where_one_token_is_drawn_behind_it(num_preemptions, foresight):
+    engine = make_engine(num_blocks=64 // BLOCK + 1, foresight=foresight)
+    prompt = [place % VOCAB for place in range(64)]
+    assert engine.submit(submit("a", prompt, max_tokens=1)) == []
+    (request,) = engine.scheduler.requests.values()
+    request.num_preemptions = num_preemptions
+    (event,) = drain(engine)["a"]
+    assert event.token_ids == expected_tokens(prompt, 1, VOCAB, 1)
+    assert event.finish is FinishReason.LENGTH
+    assert_clean(engine)
+
+
 @pytest.mark.parametrize(
     ("prompt", "error"),
     [([], InvalidParameter), ([VOCAB], InvalidParameter), ([-1], InvalidParameter), ([1] * 64, ContextTooLong)],

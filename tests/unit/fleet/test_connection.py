@@ -117,6 +117,25 @@ async def test_a_body_that_is_declared_too_large_is_refused_before_it_is_sent():
         assert await asyncio.wait_for(reader.read(), 5) == b""
 
 
+@pytest.mark.parametrize("bound", [{"max_discarded_bytes": 1 << 20, "discard_seconds": 60.0}, {"discard_seconds": 0.1}])
+async def test_a_body_without_an_end_is_refused_and_read_no_further_than_its_bound(bound):
+    piece = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+    async with limited(**bound) as (running, replica), connected(running) as (reader, writer):
+        writer.write(HEAD.replace(b"/completions", b"/nowhere") + b"transfer-encoding: chunked\r\n\r\n" + piece)
+        assert error_code(await asyncio.wait_for(read_answer(reader), 5)) == "route_not_found"
+        num_sent = 0
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(10):
+                while True:
+                    writer.write(piece)
+                    await writer.drain()
+                    num_sent += len(piece)
+                    await asyncio.sleep(0.01)
+        if "max_discarded_bytes" in bound:
+            assert num_sent < 16 << 20  # the bound, and what the system holds of it
+        assert not replica.received
+
+
 async def test_who_asks_before_sending_is_told_to_send_what_will_be_read():
     async with limited() as (running, replica), connected(running) as (reader, writer):
         body = b'{"model": "tiny"}'

@@ -195,6 +195,20 @@ async def test_a_prompt_can_be_scored_without_an_answer(short):
     assert answer["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize("num_longest", [512, 100])
+async def test_a_prompt_that_is_scored_alone_may_fill_the_context(short, num_longest):
+    short.engine.info = msgspec.structs.replace(short.engine.info, max_context_tokens=num_longest)
+    answer = await short.complete([5] * num_longest, echo=True, max_tokens=0)
+    usage = answer.json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (num_longest, 0)
+    assert short.engine.submitted[-1].params.max_tokens == 1
+    longer = await short.complete([5] * (num_longest + 1), echo=True, max_tokens=0)
+    assert longer.json()["error"]["code"] == "context_length_exceeded"
+    assert "give a shorter one" in longer.json()["error"]["message"]
+    answered = await short.complete([5] * num_longest, echo=True, max_tokens=1)
+    assert "at least one token must be left for the answer" in answered.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompt_is_scored_once_for_all_its_choices(short, stream):
     scored = asyncio.Event()

@@ -144,7 +144,7 @@ async def test_whoever_is_over_a_limit_is_told_so_before_a_prompt_is_made(store,
         monkeypatch.setattr(
             service.tokenizer, "encode", lambda *given, **more: made.append(1) or encode(*given, **more)
         )
-        refused = [await service.complete("1" * 5000, key="alice"), await service.chat(key="alice", max_tokens=16)]
+        refused = [await service.complete("1" * 30, key="alice"), await service.chat(key="alice", max_tokens=16)]
         large = [{"role": "user", "content": ""}] * 900
         refused.append(await service.post("/v1/chat/completions", key="alice", messages=large))
     assert (first.status_code, [answer.status_code for answer in refused]) == (200, [429] * 3)
@@ -239,22 +239,34 @@ async def test_a_locked_store_is_503_in_bounded_time_and_reserves_nothing_behind
         monkeypatch.setattr(meter, "STORE_SECONDS", 10.0)
         assert await is_all_given_back(service, store)
         assert len(service.engine.submitted) == 2, "bob's, and the small one"
+        await until(lambda: usage(store)["alice"].errors == 3)
+
+
+@pytest.mark.parametrize("prompt", [[5] * 61, [[5] * 31, [6] * 30], "a " * 4000], ids=["ids", "several", "text"])
+async def test_a_prompt_that_can_never_fit_is_400_also_while_its_limit_is_used_up(store, prompt):
+    async with serving(store, alice={"input_tokens_per_minute": 60}) as service:
+        assert (await service.complete([5] * 60, key="alice")).status_code == 200
+        refused = await service.complete(prompt, key="alice")
+        fitting = await service.complete([5] * 60, key="alice")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "limit_too_small")
+    assert "input_tokens_per_minute, but your key has 60 in all" in refused.json()["error"]["message"]
+    assert (fitting.status_code, fitting.json()["error"]["code"]) == (429, "rate_limit_exceeded")
 
 
 async def test_tenants_take_turns_at_the_store_when_one_of_them_floods_it(store, monkeypatch):
     gate, lined_up, asked = threading.Event(), [], []
-    submit_for, look = StoreThread.submit_for, QuotaStore.look
+    submit_among, look = StoreThread.submit_among, QuotaStore.look
 
-    def line_up(self, tenant, work):
+    def line_up(self, tenant, work, question):
         lined_up.append(tenant)
-        return submit_for(self, tenant, work)
+        return submit_among(self, tenant, work, question)
 
-    def held_up(self, caller, *given):
+    def held_up(self, glances):
         gate.wait(10)
-        asked.append(caller.tenant)
-        return look(self, caller, *given)
+        asked.append((glances[0].caller.tenant, len(glances)))
+        return look(self, glances)
 
-    monkeypatch.setattr(StoreThread, "submit_for", line_up)
+    monkeypatch.setattr(StoreThread, "submit_among", line_up)
     monkeypatch.setattr(QuotaStore, "look", held_up)
     async with serving(store, alice={"requests_per_minute": 10}, bob={"requests_per_minute": 10}) as service:
         flood = [asyncio.create_task(service.chat(key="alice")) for _ in range(20)]
@@ -264,7 +276,9 @@ async def test_tenants_take_turns_at_the_store_when_one_of_them_floods_it(store,
         gate.set()
         assert (await bobs).status_code == 200
         await asyncio.gather(*flood)
-    assert asked.index("bob") <= 2, "behind the one under way, and one whose turn was next"
+    assert [tenant for tenant, _ in asked].index("bob") <= 2, "behind what is under way, and those whose turn was next"
+    assert len(asked) <= 3, "what a tenant asked meanwhile is looked at together"
+    assert sum(count for tenant, count in asked if tenant == "alice") == 20
 
 
 async def test_a_deadline_ends_the_wait_for_a_locked_store(store):
@@ -544,6 +558,7 @@ async def test_tenants_without_limits_need_no_store_to_be_served(tmp_path, store
         Database.open(store).close()
         await until(lambda: "alice" in usage(store))
     assert usage(store)["alice"].requests == 1
+    assert counts(usage(store)["bob"]) == (0, 0, 0, 0, 1), "an error, as others of the server's own"
 
 
 async def test_without_a_store_only_tenants_without_limits_are_served(tmp_path):

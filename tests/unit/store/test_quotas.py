@@ -15,7 +15,7 @@ from penstock.request import Tier
 from penstock.store.buckets import InUse
 from penstock.store.database import Database
 from penstock.store.ledger import UsageLedger
-from penstock.store.quotas import LEASE_SECONDS, Ask, Lease, Need, QuotaStore, Refusal, Spent, Ticket, settle
+from penstock.store.quotas import LEASE_SECONDS, Ask, Glance, Lease, Need, QuotaStore, Refusal, Spent, Ticket, settle
 from penstock.tenants import Caller, KeyTerms, Limits
 from tests.unit.store.conftest import NOON, Clock
 
@@ -37,6 +37,14 @@ def need(input_tokens=10, output=10, *, stated=True, answers=1, least=0):
 def admit(quotas, caller, need, instead_of=None):
     """Ask for one request; LimitTooSmall is raised."""
     (outcome,) = quotas.admit([Ask(caller, need, instead_of)])
+    if isinstance(outcome, LimitTooSmall):
+        raise outcome
+    return outcome
+
+
+def look(quotas, caller, need, likely):
+    """Ask what would become of one request; LimitTooSmall is raised."""
+    (outcome,) = quotas.look([Glance(caller, need, likely)])
     if isinstance(outcome, LimitTooSmall):
         raise outcome
     return outcome
@@ -181,16 +189,27 @@ def test_an_answer_that_outgrows_its_estimate_over_midnight_is_paid_by_the_new_d
 def test_a_look_tells_what_admission_would_and_changes_nothing(quotas, sqlite_database, clock):
     alice = caller(requests_per_minute=2, concurrent_requests=2)
     for _ in range(3):
-        assert quotas.look(alice, need(), 10) is None
+        assert look(quotas, alice, need(), 10) is None
     leases = [admitted(admit(quotas, alice, need())) for _ in range(2)]
-    assert refused(quotas.look(alice, need(), 10)) == refused(admit(quotas, alice, need()))
+    assert refused(look(quotas, alice, need(), 10)) == refused(admit(quotas, alice, need()))
     clock.now += 29
     quotas.renew({lease.id: alice.tenant for lease in leases})
     clock.now += 1
-    assert refused(quotas.look(alice, need(), 10)).limit == "concurrent_requests"
+    assert refused(look(quotas, alice, need(), 10)).limit == "concurrent_requests"
     for lease in leases:
         end(sqlite_database, lease)
-    assert quotas.look(alice, need(), 10) is None
+    assert look(quotas, alice, need(), 10) is None
+
+
+def test_requests_that_are_looked_at_together_are_told_as_if_each_were_alone(quotas):
+    alice = caller(input_tokens_per_minute=60, output_tokens_per_minute=90)
+    admitted(admit(quotas, alice, need(30, 10)))
+    asked = [(need(1, 10), 20), (need(40, 10), 40), (need(61, 10), 61), (need(1, 91), 1), (need(1, 10), 200)]
+    fits, later, too_long, too_much, likely_later = quotas.look([Glance(alice, *item) for item in asked])
+    assert fits is None
+    assert refused(later) == refused(look(quotas, alice, *asked[1]))
+    assert refused(likely_later) == refused(look(quotas, alice, *asked[4]))
+    assert [isinstance(outcome, LimitTooSmall) for outcome in (too_long, too_much)] == [True, True]
 
 
 @settings(max_examples=15)
@@ -202,9 +221,9 @@ def test_whoever_comes_back_when_a_look_told_is_let_through(used, likely, output
         database = Database.open(f"{folder}/s.db", clock=clock)
         quotas, alice = QuotaStore(database), caller(**limits)
         admitted(admit(quotas, alice, need(used, output)))
-        refusal = refused(quotas.look(alice, need(1, output), likely))
+        refusal = refused(look(quotas, alice, need(1, output), likely))
         clock.now += refusal.retry_after_seconds
-        assert quotas.look(alice, need(1, output), likely) is None
+        assert look(quotas, alice, need(1, output), likely) is None
         admitted(admit(quotas, alice, need(max(1, min(likely, 60)), output)))
         database.close()
 
@@ -213,9 +232,9 @@ def test_after_a_clock_was_set_back_a_look_leaves_the_word_to_admission(quotas, 
     alice = caller(requests_per_minute=1)
     admitted(admit(quotas, alice, need()))
     clock.now -= 3600
-    assert quotas.look(alice, need(), 10) is None
+    assert look(quotas, alice, need(), 10) is None
     refused(admit(quotas, alice, need()))
-    assert refused(quotas.look(alice, need(), 10)).retry_after_seconds == 60.0
+    assert refused(look(quotas, alice, need(), 10)).retry_after_seconds == 60.0
 
 
 def test_a_request_that_ended_before_it_was_admitted_can_be_counted(quotas, clock):

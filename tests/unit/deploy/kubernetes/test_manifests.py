@@ -236,7 +236,7 @@ def test_compose_listens_on_loopback_only_and_knows_secrets_as_files():
 
 
 def test_compose_gives_each_server_gpus_of_its_own():
-    services = yaml.safe_load(bundle(smallest(replicas=3, gpus=2))["compose/compose.yaml"])["services"]
+    services = yaml.safe_load(bundle(smallest(replicas=3, gpus=1))["compose/compose.yaml"])["services"]
     servers = {name: item for name, item in services.items() if name.startswith("server")}
     numbers = [
         number
@@ -244,7 +244,7 @@ def test_compose_gives_each_server_gpus_of_its_own():
         for device in item["deploy"]["resources"]["reservations"]["devices"]
         for number in device["device_ids"]
     ]
-    assert numbers == ["0", "1", "2", "3", "4", "5"]
+    assert numbers == ["0", "1", "2"]
     first, *others = servers
     assert (first, others) == ("server", ["server-2", "server-3"])
     for name in others:  # found as the first is, and not started unless asked for: the machine may have fewer

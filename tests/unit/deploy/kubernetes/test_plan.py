@@ -103,6 +103,25 @@ def test_a_secret_is_refused_and_not_repeated(option, setting):
 
 
 @pytest.mark.parametrize(
+    ("device", "gpus", "right"),
+    [
+        ("auto", 3, "uses 1: give 1 or 0"),
+        ("cuda", 2, "uses 1: give 1,"),
+        ("cuda", 0, "uses 1: give 1,"),
+        ("cpu", 1, "uses 0: give 0,"),
+        ("simulated", 1, "uses 0: give 0,"),
+    ],
+)
+def test_gpus_that_no_rank_would_use_or_that_one_would_lack_are_refused(tmp_path, device, gpus, right):
+    with pytest.raises(ConfigError, match=f"^--gpus: {gpus} is not usable; .* {right}"):
+        make_plan(gather({"device": device}, environ={}), None, {"gpus": gpus})
+    config = tmp_path / "penstock.toml"
+    config.write_text(f'device = "{device}"\n[deploy]\ngpus = {gpus}\n')
+    with pytest.raises(ConfigError, match=f"^deploy.gpus: {gpus} is not usable; .* {right}"):
+        make_plan(gather({}, environ={}, file=config), None, {})
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("name", "Penstock"),
@@ -112,6 +131,7 @@ def test_a_secret_is_refused_and_not_repeated(option, setting):
         ("replicas", -1),
         ("max_replicas", 1),
         ("gpus", 65),
+        ("gpus", -1),
         ("gateways", 0),
         ("memory", "lots"),
         ("hostname", "http://x"),

@@ -61,6 +61,8 @@ def test_ranks_follow_the_servers_own_option():
         ({}, {"name": "a/b"}, "--name"),
         ({}, {"cpus": float("nan")}, "--cpus"),
         ({}, {"gpus": -1.0}, "--gpus"),
+        ({}, {"gpus": 3.0}, "--gpus: 3.0 is not usable; a rank of a server with --device auto uses 1"),
+        ({"device": "cpu"}, {"gpus": 0.5}, "--gpus"),
         ({}, {"port": 70000}, "--port"),
         ({}, {"route_prefix": "v1"}, "--route-prefix"),
     ],

@@ -20,7 +20,14 @@ def test_it_shows_a_step_that_is_under_way():
     evidence = Traffic().pairs(3)
     page = write_report(start("tiny", "b", RolloutSection(), None, now=0.0), evidence)
     assert "## shadow: under way" in page
-    assert "3 requests to stable, 3 to b, 3 answers compared; looked at 0 times, next with 16 requests" in page
+    counts = "3 requests to the stable version (stable), 3 to the candidate (b), 3 answers compared"
+    assert f"{counts}; looked at 0 times, next with 16 requests" in page
+
+
+def test_versions_are_named_with_their_roles_whatever_they_are_called():
+    section = RolloutSection(stable="a|b")
+    rollout = go_on(start("tiny", "stable", section, None, now=0.0), Traffic().pairs(256, slowness=2.0), 90.0)
+    assert "\n| measure | stable (a\\|b) | candidate (stable) | worse by |" in write_report(rollout)
 
 
 def test_it_says_how_many_copies_told_nothing_and_why():

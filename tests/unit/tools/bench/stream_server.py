@@ -23,6 +23,7 @@ class Script:
     error_after: int | None = None  # tokens, then an error event
     usage: bool = True
     cached_tokens: int = 0
+    silent_after: int | None = None  # answers, then no request gets any
     refuses: tuple[str, ...] = ()  # fields that get a 400
     takes_token_ids: bool = True
     tokens_per_event: int = 1
@@ -41,7 +42,7 @@ async def served(script: Script) -> AsyncIterator[str]:
     app.router.add_get("/v1/models", server.models)
     app.router.add_post("/v1/completions", server.completion)
     app.router.add_post("/v1/chat/completions", server.completion)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     host, port = runner.addresses[0][:2]
@@ -80,6 +81,8 @@ class _Server:
     async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         script = self._script
         chat = "messages" in body
+        if script.silent_after is not None and len(script.requests) > script.silent_after:
+            await asyncio.Event().wait()
         response = web.StreamResponse(headers={"Content-Type": script.content_type})
         await asyncio.sleep(script.first_seconds)
         await response.prepare(request)

@@ -80,6 +80,22 @@ def test_every_request_is_measured_and_told_of() -> None:
     assert len(run_virtually(main).measured) == len(done) == 10
 
 
+@pytest.mark.parametrize(
+    "load", [workload("6x4+2").at_rate(1.0), workload("6x4+2").in_closed_loop(2)], ids=["open", "closed"]
+)
+def test_a_load_that_is_cancelled_gives_what_it_has(load: Workload) -> None:
+    async def main(now: Callable[[], float]) -> LoadResult:
+        task = asyncio.create_task(run_load(load, FakeSender(now, answer_seconds=1.0), now=now))
+        await asyncio.sleep(2.5)
+        task.cancel()
+        return await task
+
+    result = run_virtually(main)
+    assert 0 < len(result.measured) < 6
+    assert all(item.ended <= item.sent + 1.0 for _, item in result.measured)
+    assert result.cut_after_seconds == pytest.approx(2.5)
+
+
 def test_a_generator_that_keeps_up_has_no_lag() -> None:
     result, _ = run(workload().at_rate(50.0))
     assert result.generator.loop_lag_p99_ms == pytest.approx(0, abs=1e-6)

@@ -42,6 +42,16 @@ def test_speed_belongs_to_a_trace() -> None:
         Work(names="cpu1", speed=2.0).workloads()
 
 
+@pytest.mark.parametrize(
+    ("arrivals", "option"),
+    [(Arrivals(rate=2.0), "--rate"), (Arrivals(rates="1,2"), "--rates"), (Arrivals(concurrency=4), "--concurrency")],
+    ids=repr,
+)
+def test_speed_is_refused_beside_what_replaces_the_times_of_a_trace(arrivals: Arrivals, option: str) -> None:
+    with pytest.raises(ConfigError, match=f"--speed: 2.0 is not usable; leave it out: {option} replaces"):
+        arrivals.workloads(Work(trace=Path("any.csv"), speed=2.0))
+
+
 def test_a_list_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="--workload: ',' is not usable"):
         Work(names=",").workloads()

@@ -1,5 +1,6 @@
 """A scripted server in virtual time: what was scripted is what is reported."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from penstock.tools.bench.selection import sweep
 from penstock.tools.bench.serve_bench import ServeTarget, bench_serve
 from penstock.tools.bench.shape import parse_shape
 from penstock.tools.bench.summary import ServiceLevel
+from penstock.tools.bench.tables import warnings
+from penstock.tools.bench.watcher import Watcher
 from penstock.tools.bench.workload import Workload
 from tests.unit.tools.bench.stream_server import Script, served
 from tests.unit.tools.bench.virtual_time import run_virtually
@@ -27,12 +30,18 @@ def bench(
     dialect: Dialect | None = None,
     level: ServiceLevel | None = None,
     warm_up: int = 0,
+    watcher: Watcher | None = None,
+    cancel_after_seconds: float | None = None,
     **target: Any,
 ) -> Report:
     async def main(now: Callable[[], float]) -> Report:
         async with served(script) as url:
             chosen = ServeTarget(url=url, dialect=dialect or Dialect(), warm_up_requests=warm_up, **target)
-            return await bench_serve(chosen, workloads, level or ServiceLevel(), now=now)
+            bench = bench_serve(chosen, workloads, level or ServiceLevel(), watcher=watcher, now=now)
+            task = asyncio.create_task(bench)
+            if cancel_after_seconds is not None:
+                asyncio.get_running_loop().call_later(cancel_after_seconds, task.cancel)
+            return await task
 
     return run_virtually(main)
 
@@ -166,6 +175,48 @@ def test_goodput_counts_requests_within_every_limit() -> None:
     assert slow.goodput is not None
     assert slow.goodput.num_requests == 0
     assert slow.num_completed == 4
+
+
+class Listener(Watcher):
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def waiting(self, sentence: str) -> None:
+        self.heard.append(sentence)
+
+
+def test_a_server_that_says_nothing_is_told_of_every_ten_seconds() -> None:
+    listener = Listener()
+    run = bench_one(Script(first_seconds=35), workload("2x8+2"), watcher=listener)
+    assert run.num_completed == 2
+    remarks = [sentence.split(", while ") for sentence in listener.heard]
+    assert [said.split(" has said nothing for ")[1] for said, _ in remarks] == ["10 s", "20 s", "30 s"] * 2
+    assert [rest.split(" open")[0] for _, rest in remarks] == ["a request is"] * 3 + ["2 requests are"] * 3
+
+
+def test_a_server_that_is_slow_and_not_silent_is_not_told_of() -> None:
+    listener = Listener()
+    bench_one(Script(first_seconds=5, token_seconds=5), workload("1x8+10"), watcher=listener)
+    assert listener.heard == []
+
+
+def test_what_is_cut_short_reports_what_ended_and_how_much_did_not() -> None:
+    loads = workload("4x8+11").in_closed_loop(1), workload()
+    report = bench(
+        Script(first_seconds=0.9), *loads, cancel_after_seconds=3.5
+    )  # the probe takes 0.9 s, each answer one
+    (run,) = report.runs
+    assert report.cut_short
+    assert (run.num_completed, run.num_unfinished, run.num_requests) == (2, 2, 4)
+    assert run.seconds == pytest.approx(2.6)
+    assert warnings(run) == ["Cut short: 2 of 4 requests had not ended."]
+
+
+def test_a_warm_up_that_is_cut_short_leaves_the_runs_before_it() -> None:
+    script = Script(first_seconds=0.9)
+    report = bench(script, workload("1x8+11"), workload("1x8+11"), warm_up=1, cancel_after_seconds=3.5)
+    assert report.cut_short
+    assert [(run.num_completed, run.num_unfinished) for run in report.runs] == [(1, 0)]
 
 
 def test_cached_tokens_are_reported() -> None:
