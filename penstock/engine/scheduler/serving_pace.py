@@ -23,9 +23,10 @@ _SHARED_SECONDS = 10.0
 # foreseen for them is exact to a step.
 _BACKLOG_PART = 0.3
 # In a burst, though, until the first prompt ends and no longer: whole prompts run faster than pieces, and nobody's
-# first token waits for the next one's prompt. Several that wait are a burst, and so is one that is late: its first token will come after more
-# than so many times what the prompt takes. Where one is later still, answers stand still, for so many steps in a row.
-# And later than that it is no burst but overload: then only speed helps, and nobody stands still for nothing.
+# first token waits for another's prompt. Several that wait are a burst, and so is one that is late: its first token
+# will come after more than so many times what the prompt takes. Where one is later still, answers stand still, for so
+# many steps in a row. And later than that it is no burst but overload: only speed helps, and nobody stands still for
+# nothing.
 _LATE_TIMES = 3.0
 _STANDSTILL_TIMES = 4.0
 _STANDSTILL_STEPS = 2
