@@ -34,10 +34,6 @@ class Pace(ABC):
         """Return how long the next step may take, if that is longer, until a prompt ends."""
         return 0.0
 
-    def leave_to_prompts(self, ready: Sequence[Ready], waiting: Iterable[RequestState]) -> Sequence[Ready]:
-        """Return the prompts alone where answers stand still for them. Asked once for each step with prompts."""
-        return ready
-
 
 class BatchPace(Pace):
     """For a batch of which only the end counts: prompts run beside answers, as late as they may.

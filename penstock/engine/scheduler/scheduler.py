@@ -261,8 +261,6 @@ class Scheduler:
             if len(self.waiting) and self._admit(plan, ready, budget):
                 ready = self._ready()
             patient = self.placement.give_way(ready, self._foresight.pace.patience(ready) if self._foresight else None)
-            if patient is ready and self._pace is not None:
-                patient = self._pace.leave_to_prompts(ready, self.waiting)
             if patient is not ready:
                 everybody, ready, budget = ready, patient, self._step_tokens(patient)
         if self._foresight is not None and self.running and self.running[-1].is_batch:

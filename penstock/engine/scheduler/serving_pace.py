@@ -24,12 +24,9 @@ _SHARED_SECONDS = 10.0
 _BACKLOG_PART = 0.3
 # In a burst, though, until the first prompt ends and no longer: whole prompts run faster than pieces, and nobody's
 # first token waits for another's prompt. Several that wait are a burst, and so is one that is late: its first token
-# will come after more than so many times what the prompt takes. Where one is later still, answers stand still, for so
-# many steps in a row. And later than that it is no burst but overload: only speed helps, and nobody stands still for
-# nothing.
+# will come after more than so many times what the prompt takes. Much later it is no burst but overload: only speed
+# helps.
 _LATE_TIMES = 3.0
-_STANDSTILL_TIMES = 4.0
-_STANDSTILL_STEPS = 2
 _OVERLOAD_TIMES = 8.0
 # While several tenants are there, speed alone makes no step of prompts longer than one of which this part is what every
 # step takes; nor does a long prompt that is not due yet, while short ones come. Shorter steps would slow prompts down
@@ -64,7 +61,6 @@ class ServingPace(Pace):
         self._efficient_seconds = 0.0
         self._has_names = False
         self._has_times = False
-        self._steps_without_answers = 0
         self._last_arrival: tuple[str, float] | None = None  # tenant and time
         self._shared_until = -math.inf
         self._short_until = -math.inf
@@ -119,17 +115,6 @@ class ServingPace(Pace):
         seconds, times = self._lateness(prompts)
         is_burst = (len(prompts) > 1 or times > _LATE_TIMES) and times <= _OVERLOAD_TIMES
         return seconds if is_burst else 0.0
-
-    def leave_to_prompts(self, ready: Sequence[Ready], waiting: Iterable[RequestState]) -> Sequence[Ready]:
-        """Return the prompts alone where one is so late that answers stand still for it. Asked once for each step."""
-        prompts = [item for item in ready if item[1] > 1]
-        due = _first_tokens_due(ready, waiting)
-        times = self._lateness(due)[1] if self._may_hurry and prompts else 0.0
-        if _STANDSTILL_TIMES < times <= _OVERLOAD_TIMES and self._steps_without_answers < _STANDSTILL_STEPS:
-            self._steps_without_answers += 1
-            return prompts
-        self._steps_without_answers = 0
-        return ready
 
     def steady_step(
         self, shape: StepShape, time_per_token: float | None, context: int = 0, num_prompt_tokens: int = 0
