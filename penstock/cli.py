@@ -3,7 +3,9 @@
 Each command imports what it needs when it runs, so that `--help` and `version` load neither torch nor a web server.
 """
 
+import errno
 import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -284,11 +286,43 @@ def version() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. What a person can act on is one sentence on standard error, and status 2."""
+    _take_any_character()
     try:
-        app(args=arguments, prog_name="penstock")
+        try:
+            app(args=arguments, prog_name="penstock")
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where it can be told that it failed
     except PenstockError as error:
-        Console(stderr=True).print(Text(str(error), style="red"), soft_wrap=True)
-        return 2
+        return _fail(str(error))
+    except BrokenPipeError:
+        _drop_output()
+        return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _drop_output()
+        return _fail(f"{error.filename or 'the output'} could not be written: {error.strerror}; make room there")
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _fail(sentence: str) -> int:
+    Console(stderr=True).print(Text(sentence, style="red"), soft_wrap=True)
+    return 2
+
+
+def _take_any_character() -> None:
+    """Have what the terminal's encoding lacks written as its code: answers and names of files may hold anything."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """Let go of what standard output did not take: Python would try to write it once more as it ends."""
+    if sys.__stdout__ is not None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.__stdout__.fileno())
+        os.close(nowhere)

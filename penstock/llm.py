@@ -256,7 +256,7 @@ class LLM:
         longest = self.config.max_context_tokens
         waiting = sorted(range(len(prompts)), key=lambda index: -(params[index].max_tokens or longest))[::-1]
         limit = self.config.max_running + self.config.max_waiting
-        with _whole_steps() as interrupt:
+        with _whole_steps() as handle_signals:
             try:
                 while waiting or call.open:
                     room = self.config.max_step_tokens
@@ -268,7 +268,7 @@ class LLM:
                     ended = call.take(self._engine.step())
                     self._engine.abort(b"", ended, FinishReason.STOP)
                     after_step()
-                    interrupt()
+                    handle_signals()
             finally:
                 self._engine.abort(b"", list(call.open))
                 while self._engine.has_work:
@@ -301,29 +301,33 @@ class LLM:
 
 @contextlib.contextmanager
 def _whole_steps() -> Iterator[Callable[[], None]]:
-    """Keep Ctrl-C for the end of a step: within one it would leave plans that are never settled.
+    """Keep signals for the end of a step, Ctrl-C and alarms alike: raised in one, they would leave plans never settled.
 
-    Yields what is to be called after each step: it interrupts where that was asked for.
+    Yields what is to be called after each step: it handles those that came.
     """
-    handler = signal.getsignal(signal.SIGINT)
+    held: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    came: dict[int, FrameType | None] = {}
     # Python runs handlers in its main thread alone, and those that it did not set are not its to replace.
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield lambda: None
-        return
-    asked: list[FrameType | None] = []
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in sorted(signal.valid_signals(), reverse=True)}
+        held = {number: handler for number, handler in handlers.items() if callable(handler)}
 
-    def interrupt() -> None:
-        if asked:
-            frame = asked[-1]
-            asked.clear()
-            handler(signal.SIGINT, frame)
+    def hold(number: int, frame: FrameType | None) -> None:
+        came[number] = frame
 
-    signal.signal(signal.SIGINT, lambda _, frame: asked.append(frame))
+    def handle() -> None:
+        while came:
+            number, frame = came.popitem()
+            held[number](number, frame)
+
     try:
-        yield interrupt
+        for number in held:
+            signal.signal(number, hold)
+        yield handle
     finally:
-        signal.signal(signal.SIGINT, handler)
-        interrupt()
+        for number, handler in held.items():
+            signal.signal(number, handler)
+        handle()
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """One HTTP connection, with limits on what a slow, silent or greedy client may hold.
 
 uvicorn parses and writes; this adds what it lacks: clocks for a request's head and body and for a reader that falls
-behind, a size for the head, and a most number of connections, of which idle ones make room for new ones. Knows nothing
-of routes or requests' meaning.
+behind, a size for the head, a most number of connections, of which idle ones make room for new ones, and answers that
+HTTP/1.0 clients can read. Knows nothing of routes or requests' meaning.
 """
 
 import asyncio
@@ -146,7 +146,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, functools.partial(_speak_http_1_0, cycle, app) if _is_old(cycle) else app)
 
     def send_400_response(self, msg: str) -> None:
         if self._reading is not _Reading.FAREWELL and not self.transport.is_closing():
@@ -233,6 +233,28 @@ class GuardedConnection(HttpToolsProtocol):
         """End the connection now, whatever the client has not read."""
         self._crowd.on_cut(why)
         self.transport.abort()
+
+
+def _is_old(cycle: RequestResponseCycle) -> bool:
+    return cycle.scope["http_version"] == "1.0"
+
+
+async def _speak_http_1_0(cycle: RequestResponseCycle, app: Any, scope: Any, receive: Any, send: Any) -> None:
+    """Run the app for one that knows neither chunks nor 100 Continue: what has no length ends with the connection."""
+    cycle.waiting_for_100_continue = False
+    has_length = True
+
+    async def send_plainly(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not has_length:
+                cycle.chunked_encoding = False
+        elif not has_length:
+            cycle.expected_content_length += len(message.get("body", b""))  # of which uvicorn takes it off again
+        await send(message)
+
+    await app(scope, receive, send_plainly)
 
 
 def connection_class(limits: ConnectionLimits, metrics: ServerMetrics) -> Any:

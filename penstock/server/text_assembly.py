@@ -10,6 +10,8 @@ from penstock.engine.messages import TokenEvent, TokenLogprob
 from penstock.engine.tokenizer import Detokenizer, StopMatcher, Tokenizer
 from penstock.request import FinishReason, SamplingParams
 
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
@@ -57,6 +59,7 @@ class TextAssembler:
         """`matcher` is a fresh one for the stop strings of `params`, where the caller has one already."""
         self.num_tokens = 0
         self.finish: FinishReason | None = None
+        self._token_texts = tokenizer.token_texts
         self._detokenizer = Detokenizer(tokenizer, after_prompt=True, unfinished=unfinished)
         self._matcher = matcher or (StopMatcher(list(params.stop)) if params.stop else None)
         self._min_tokens = params.min_tokens
@@ -135,7 +138,12 @@ class TextAssembler:
         return text
 
     def _note(self, score: TokenLogprob, text: str) -> None:
-        self._waiting.append(_Waiting(ScoredToken(score, self._num_made), None))
+        offset = self._num_made
+        if text and self._waiting and self._waiting[-1].end is None:
+            # Bytes before it that turn out to be no character are shown with it, and are not its own.
+            own = self._token_texts[score.token_id]
+            offset += len(text) - len(own) if own and text.endswith(own) and not own.startswith(_NO_CHARACTER) else 0
+        self._waiting.append(_Waiting(ScoredToken(score, offset), None))
         if text:
             for waiting in reversed(self._waiting):
                 if waiting.end is not None:

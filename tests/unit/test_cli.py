@@ -260,3 +260,20 @@ def test_python_can_run_the_package(tmp_path: Path) -> None:
 def test_the_package_run_by_python_ends_with_the_commands_status() -> None:
     command = [sys.executable, "-m", "penstock", "serve", "--port", "eighty"]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_output_that_finds_no_room_ends_in_one_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "penstock", "version"]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == ["the output could not be written: No space left on device; make room there"]
+
+
+def test_a_character_that_the_output_cannot_hold_is_written_as_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="latin-1"))
+    monkeypatch.setattr(serve, "run", lambda sourced: print("é 🙂"))
+    run("serve")
+    assert output.getvalue() == "é \\U0001f642\n".encode("latin-1")

@@ -277,6 +277,27 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_the_engine_usable(llm, monk
     assert [answer.token_ids for answer in llm.generate([[5, 6], [7]], params)] == [one.token_ids for one in expected]
 
 
+def test_what_another_signals_handler_raises_comes_out_of_the_call_at_the_end_of_a_step(llm, monkeypatch):
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    expected = llm.generate([[5, 6], [7]], params)
+    commit = llm._engine.scheduler.commit
+
+    def ring(number, frame):
+        raise TimeoutError("enough")
+
+    def interrupted(*arguments):
+        signal.raise_signal(signal.SIGALRM)
+        return commit(*arguments)
+
+    before = signal.signal(signal.SIGALRM, ring)
+    with monkeypatch.context() as patched:
+        patched.setattr(llm._engine.scheduler, "commit", interrupted)
+        with pytest.raises(TimeoutError, match="enough"):
+            llm.generate([[5, 6], [7]], params)
+    assert signal.signal(signal.SIGALRM, before) is ring
+    assert [answer.token_ids for answer in llm.generate([[5, 6], [7]], params)] == [one.token_ids for one in expected]
+
+
 def test_threads_other_than_the_main_one_generate(llm):
     answers = []
     thread = threading.Thread(target=lambda: answers.extend(llm.generate([[5]], SamplingParams(max_tokens=1))))

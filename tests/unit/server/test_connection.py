@@ -303,3 +303,16 @@ async def test_who_asks_before_sending_is_refused_without_being_asked_to_send(se
     async with connected(address) as (reader, writer):
         writer.write(HEAD + b"expect: 100-continue\r\nconnection: close\r\ncontent-length: 99999999\r\n\r\n")
         assert (await reader.read()).startswith(b"HTTP/1.1 413 ")
+
+
+async def test_an_http_1_0_client_reads_a_stream_to_the_connections_end(service):
+    body = json.dumps({"model": MODEL, "prompt": "Hi", "stream": True}).encode()
+    head = HEAD.replace(b"/tokenize HTTP/1.1", b"/v1/completions HTTP/1.0") + b"expect: 100-continue\r\n"
+    async with listening(service.context) as url, connected(url) as (reader, writer):
+        writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        answer = await reader.read()
+    head, _, events = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")  # at once: such clients do not know 100 Continue
+    assert b"transfer-encoding" not in head
+    assert events.startswith(b"data: {")
+    assert events.endswith(b"\n\ndata: [DONE]\n\n")

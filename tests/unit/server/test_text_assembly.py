@@ -134,3 +134,14 @@ def test_what_was_shown_elsewhere_may_be_told_in_parts(text, stops, sizes, logpr
         event = TokenEvent(request_id="r", token_ids=rest, finish=FinishReason.LENGTH)
         event.logprobs = None if logprobs is None else [TokenLogprob(token_id, -1.0) for token_id in rest]
         assert in_parts.push(event) == at_once.push(event)
+
+
+@pytest.mark.parametrize(("stop", "offsets"), [((), [0, 1]), (("a",), [0])])
+def test_a_token_behind_bytes_that_are_no_character_begins_behind_what_stands_for_them(stop, offsets):
+    half, whole = TOKENIZER.encode("🙂", add_special=False)[0], TOKENIZER.encode("a", add_special=False)[0]
+    assembler = TextAssembler(TOKENIZER, SamplingParams(logprobs=0, stop=stop))
+    scores = [TokenLogprob(half, -1.0), TokenLogprob(whole, -1.0)]
+    event = TokenEvent(request_id="r", token_ids=[half, whole], logprobs=scores, finish=FinishReason.LENGTH)
+    piece = assembler.push(event)
+    assert piece.text == ("\N{REPLACEMENT CHARACTER}" if stop else "\N{REPLACEMENT CHARACTER}a")
+    assert [token.offset for token in piece.tokens] == offsets
