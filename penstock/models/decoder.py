@@ -56,9 +56,12 @@ class DecoderLayer:
         self.post_feed_forward_norm = post_feed_forward_norm
 
     def fold_norms(self) -> None:
-        """Take the weights of norms into the matrices behind them: then rows are scaled along with something else."""
-        self.attention_norm = self.attention.qkv.take_in(self.attention_norm)
+        """Take the weights of norms into the matrices behind them: then rows are scaled along with something else.
+
+        Not where experts are chosen: to a router the last bits matter, and launches are not what such layers wait for.
+        """
         if isinstance(self.feed_forward, FeedForward):
+            self.attention_norm = self.attention.qkv.take_in(self.attention_norm)
             self.feed_forward_norm = self.feed_forward.gate_up.take_in(self.feed_forward_norm)
 
     @property

@@ -55,18 +55,20 @@ def test_bfloat16_logits_are_as_close_to_float32_as_those_of_transformers(name: 
     )
     ours = PagedDecoder(decoder, backend=TritonPagedAttention, device="cuda")
     theirs = reference.to("cuda", torch.bfloat16)
-    our_error = their_error = 0.0
+    our_errors, their_errors = [], []
     for seed in range(8):
         prompt = random_tokens(27, seed=seed)
         expected = exact.run(f"{seed}", prompt)
-        our_error += relative_error(ours.run(f"{seed}", prompt), expected)
+        our_errors.append(token_errors(ours.run(f"{seed}", prompt), expected))
         with torch.no_grad():
-            their_error += relative_error(theirs(torch.tensor([prompt], device="cuda")).logits[0], expected)
-    print(f"{name}: relative error of the logits, summed over 8: {our_error:.4f}, transformers {their_error:.4f}")
-    # Experts that score nearly alike are picked either way, which weighs heavily in so small a model.
-    assert our_error <= (1.3 if name == "qwen3_moe" else 1.05) * their_error
+            their_errors.append(token_errors(theirs(torch.tensor([prompt], device="cuda")).logits[0], expected))
+    # Experts that score nearly alike are picked either way, and the tokens that got others are far off.
+    middle = torch.median if name == "qwen3_moe" else torch.mean
+    our_error, their_error = float(middle(torch.cat(our_errors))), float(middle(torch.cat(their_errors)))
+    print(f"{name}: relative error of a token's logits {our_error:.4f}, transformers {their_error:.4f}")
+    assert our_error <= 1.05 * their_error
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def token_errors(found: Tensor, expected: Tensor) -> Tensor:
     expected = expected.double().cpu()
-    return float((found.double().cpu() - expected).norm() / expected.norm())
+    return (found.double().cpu() - expected).norm(dim=1) / expected.norm(dim=1)

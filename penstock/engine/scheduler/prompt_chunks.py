@@ -44,8 +44,8 @@ class PromptChunks:
         shape: StepShape,
         seconds: float,
         room: int,
-        *,
         end_seconds: float = 0.0,
+        *,
         whole_room: int = 0,
     ) -> dict[int, int]:
         """Return how many tokens of each prompt, by the request's number, fit beside `shape` into a step so long.
@@ -62,7 +62,7 @@ class PromptChunks:
             most = min(remaining, max(0, room))
             longest = patient_seconds if self._pace.can_wait(request, remaining) else max(seconds, end_seconds)
             if has_end and end_seconds > seconds:
-                if costs.seconds(shape) < seconds:
+                if costs.seconds(shape) <= seconds:
                     longest = min(longest, seconds)
                 else:
                     most = min(most, self._spare_tokens(shape.num_tokens, 0))

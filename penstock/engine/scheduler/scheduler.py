@@ -360,9 +360,7 @@ class Scheduler:
             whole = self.config.max_step_tokens - shape.num_rows if is_left_to(prompts[0][0], ready, everybody) else 0
             assert self._pace is not None
             end_seconds = self._pace.end_seconds(ready, self.waiting)
-            return self._foresight.chunks.sizes(
-                prompts, shape, seconds, room, end_seconds=end_seconds, whole_room=whole
-            )
+            return self._foresight.chunks.sizes(prompts, shape, seconds, room, end_seconds, whole_room=whole)
         chunks = {}
         for request, remaining in prompts:
             chunks[request.number] = min(remaining, max(0, room))

@@ -23,9 +23,10 @@ _SHARED_SECONDS = 10.0
 # foreseen for them is exact to a step.
 _BACKLOG_PART = 0.3
 # In a burst, though, until the first prompt ends and no longer: whole prompts run faster than pieces, and nobody's
-# first token waits for another's prompt. Several that wait are a burst, and so is one that is late: its first token
+# first token waits for another's prompt. So many that wait are a burst, and so is one that is late: its first token
 # will come after more than so many times what the prompt takes. Much later it is no burst but overload: only speed
 # helps.
+_BURST_PROMPTS = 3
 _LATE_TIMES = 3.0
 _OVERLOAD_TIMES = 8.0
 # While several tenants are there, speed alone makes no step of prompts longer than one of which this part is what every
@@ -113,7 +114,7 @@ class ServingPace(Pace):
         if not self._may_hurry or not prompts:
             return 0.0
         seconds, times = self._lateness(prompts)
-        is_burst = (len(prompts) > 1 or times > _LATE_TIMES) and times <= _OVERLOAD_TIMES
+        is_burst = (len(prompts) >= _BURST_PROMPTS or times > _LATE_TIMES) and times <= _OVERLOAD_TIMES
         return seconds if is_burst else 0.0
 
     def steady_step(

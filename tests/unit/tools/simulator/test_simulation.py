@@ -141,7 +141,7 @@ def test_bursts_make_no_long_tail():
     found = run(named_workload("rate20"), read_profile("h200-llama-8b"), max_context_tokens=8192)
     assert found.ttft_ms is not None and found.time_per_token_ms is not None
     # Prompts cut into pieces throughout: 140 and 10.9.
-    assert found.ttft_ms.p99 < 120
+    assert found.ttft_ms.p99 < 130
     assert found.time_per_token_ms.p99 < 12
 
 
