@@ -265,8 +265,8 @@ class LLM:
                         place = waiting.pop()
                         room -= len(prompts[place])
                         self._submit(submits[place], place, call)
-                    ended = call.take(self._engine.step())
-                    self._engine.abort(b"", ended, FinishReason.STOP)
+                    if ended := call.take(self._engine.step()):
+                        self._engine.abort(b"", ended, FinishReason.STOP)
                     after_step()
                     handle_signals()
             finally:
