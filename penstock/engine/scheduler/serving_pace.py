@@ -4,7 +4,8 @@ Sizes the prompt part of each step by the cost model. Looks at requests; changes
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from penstock.engine.own_requests import is_own
 from penstock.engine.scheduler.cost_model import StepCosts, StepShape, with_prompt
@@ -110,12 +111,22 @@ class ServingPace(Pace):
 
     def end_seconds(self, ready: Sequence[Ready], waiting: Iterable[RequestState]) -> float:
         """How long the next step may take, if that is longer, until a prompt ends."""
-        prompts = _first_tokens_due(ready, waiting)
-        if not self._may_hurry or not prompts:
+        if not self._may_hurry:
             return 0.0
-        seconds, times = self._lateness(prompts)
-        is_burst = (len(prompts) >= _BURST_PROMPTS or times > _LATE_TIMES) and times <= _OVERLOAD_TIMES
-        return seconds if is_burst else 0.0
+        token_seconds = self._times.model.costs.token_seconds
+        now = self._clock()
+        num_prompts = num_tokens = 0
+        latest_seconds = latest_times = 0.0
+        for request in _first_tokens_due(ready, waiting):
+            num_prompts += 1
+            num_tokens += request.remaining
+            seconds = now - request.arrival + num_tokens * token_seconds
+            times = seconds / max(request.num_prompt_tokens * token_seconds, 1e-9)
+            if times > _OVERLOAD_TIMES:
+                return 0.0
+            if times > latest_times:
+                latest_seconds, latest_times = seconds, times
+        return latest_seconds if num_prompts >= _BURST_PROMPTS or latest_times > _LATE_TIMES else 0.0
 
     def steady_step(
         self, shape: StepShape, time_per_token: float | None, context: int = 0, num_prompt_tokens: int = 0
@@ -187,20 +198,6 @@ class ServingPace(Pace):
         is_strict = self._has_names or self._has_times or self._is_shared
         return is_large and not is_strict and self._times.model.is_trusted
 
-    def _lateness(self, prompts: Sequence[RequestState]) -> tuple[float, float]:
-        """Return how long the latest of these will have waited for its first token: seconds, and times its own."""
-        token_seconds = self._times.model.costs.token_seconds
-        now = self._clock()
-        num_tokens = 0
-        latest = (0.0, 0.0)
-        for request in prompts:
-            num_tokens += request.remaining
-            seconds = now - request.arrival + num_tokens * token_seconds
-            times = seconds / max(request.num_prompt_tokens * token_seconds, 1e-9)
-            if times > latest[1]:
-                latest = (seconds, times)
-        return latest
-
     def _short_seconds(self) -> float:
         """How long a step of prompts is while others should not wait long for it."""
         short = self._times.model.seconds(with_prompt(StepShape(), 1, 0)) / _SHORT_FIXED_PART
@@ -246,11 +243,12 @@ def _saved(request: RequestState, target: float, start: float) -> float:
     return first + (request.num_drawn_tokens + request.in_flight) * target - start
 
 
-def _first_tokens_due(ready: Sequence[Ready], waiting: Iterable[RequestState]) -> list[RequestState]:
-    """Return whose first token somebody waits for, in about the order in which they run."""
-    prompts = [request for request, remaining in ready if remaining > 1]
-    prompts.extend(waiting)
-    return [request for request in prompts if request.first_token_at is None and not request.is_batch]
+def _first_tokens_due(ready: Sequence[Ready], waiting: Iterable[RequestState]) -> Iterator[RequestState]:
+    """Yield whose first token somebody waits for, in about the order in which they run."""
+    prompts = (request for request, remaining in ready if remaining > 1)
+    for request in chain(prompts, waiting):
+        if request.first_token_at is None and not request.is_batch:
+            yield request
 
 
 def decode_shape(ready: Sequence[Ready]) -> StepShape:
