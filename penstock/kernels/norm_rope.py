@@ -42,7 +42,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype != torch.float32:
         return rms_norm(x.float(), weight, eps).to(x.dtype)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    mean_square = torch.addcmul(_constant(eps), length, length, value=1 / x.shape[-1])
+    # A plain number also while the norm is recorded.
+    mean_square = torch.addcmul(_constant(eps), length, length, value=1 / int(x.shape[-1]))
     return x.mul(mean_square.rsqrt_()).mul_(weight)
 
 

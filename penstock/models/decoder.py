@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.interface import AttentionBackend, LayerAttention, WantedTokens
-from penstock.models.layers.attention import Attention
+from penstock.models.layers.decoder_layer import DecoderLayer
 from penstock.models.layers.embedding import Embedding
-from penstock.models.layers.feed_forward import FeedForward
 from penstock.models.layers.linear import Linear
-from penstock.models.layers.moe import Moe
 from penstock.models.layers.norm import Norm
+from penstock.models.layers.recorded_seams import RecordedSeams, record_seams
 from penstock.models.layers.rope import Rope
 from penstock.models.quant.interface import LinearWeight
 from penstock.models.spec import ModelSpec
@@ -26,79 +25,6 @@ from penstock.parallel.sharding import shard, shard_shared
 
 if TYPE_CHECKING:
     from penstock.kernels.product_tuner import ProductTuner
-
-
-class DecoderLayer:
-    """Attention and feed-forward around the residual stream.
-
-    A layer takes the update of the layer before, adds it to the stream together with its own first norm, and returns
-    an update that is not added yet: so every addition is fused with the norm that follows it. Where a product can add
-    to the stream itself there is no update, and the norm is left to the product that follows.
-    """
-
-    def __init__(
-        self,
-        attention: Attention,
-        feed_forward: FeedForward | Moe,
-        *,
-        rope: int,
-        attention_norm: Norm,
-        feed_forward_norm: Norm,
-        post_attention_norm: Norm | None,
-        post_feed_forward_norm: Norm | None,
-    ) -> None:
-        self.attention = attention
-        self.feed_forward = feed_forward
-        self.rope = rope
-        self.attention_norm = attention_norm
-        self.feed_forward_norm = feed_forward_norm
-        self.post_attention_norm = post_attention_norm
-        self.post_feed_forward_norm = post_feed_forward_norm
-
-    def fold_norms(self) -> None:
-        """Take the weights of norms into the matrices behind them: then rows are scaled along with something else.
-
-        Not where experts are chosen: to a router the last bits matter, and launches are not what such layers wait for.
-        """
-        if isinstance(self.feed_forward, FeedForward):
-            self.attention_norm = self.attention.qkv.take_in(self.attention_norm)
-            self.feed_forward_norm = self.feed_forward.gate_up.take_in(self.feed_forward_norm)
-
-    @property
-    def linears(self) -> dict[str, Linear]:
-        """The matrices that multiply every token, by place."""
-        return {"qkv": self.attention.qkv, "output": self.attention.output, **self.feed_forward.linears}
-
-    def forward(
-        self,
-        update: Tensor | None,
-        residual: Tensor,
-        rotations: list[Tensor],
-        attention: AttentionBackend,
-        wanted: WantedTokens | None = None,
-    ) -> tuple[Tensor | None, Tensor]:
-        """Return the update and the residual stream, which advances in place; of the wanted tokens, where some are.
-
-        update, residual: [tokens, hidden].
-        """
-        x, norm = _enter(self.attention_norm, update, residual)
-        if wanted is not None:
-            residual = residual.index_select(0, wanted.index)
-        stream = residual if self.post_attention_norm is None else None
-        update = self.attention.advance(x, norm, rotations[self.rope], attention, stream, wanted)
-        if self.post_attention_norm is not None and update is not None:
-            update = self.post_attention_norm.apply(update)
-        x, norm = _enter(self.feed_forward_norm, update, residual)
-        stream = residual if self.post_feed_forward_norm is None else None
-        update = self.feed_forward.advance(x, norm, stream)
-        if self.post_feed_forward_norm is not None and update is not None:
-            update = self.post_feed_forward_norm.apply(update)
-        return update, residual
-
-
-def _enter(norm: Norm, update: Tensor | None, residual: Tensor) -> tuple[Tensor, Norm | None]:
-    """Add the update, if there is one, to the stream; return what goes on, and the norm if it is still to come."""
-    return (residual, norm) if update is None else (norm.add(update, residual), None)
 
 
 class Decoder:
@@ -124,12 +50,20 @@ class Decoder:
         self.final_norm = final_norm
         self.lm_head = lm_head
         self.head_group = head_group  # the ranks that share the head's rows
+        self._recorded: RecordedSeams | None = None
         # Matrices of the layers by place and shape.
         self._alike: dict[tuple[str, int, int], list[LinearWeight]] = {}
         for layer in layers:
             for place, linear in layer.linears.items():
                 key = (place, linear.weight.out_features, linear.weight.in_features)
                 self._alike.setdefault(key, []).append(linear.weight)
+
+    def record(self) -> None:
+        """Have `forward` of few tokens on a CPU run without Python between two attentions.
+
+        Whatever layers are changed to later has no effect then.
+        """
+        self._recorded = record_seams(self.layers, self.dtype)
 
     @torch.inference_mode()
     def forward(
@@ -140,7 +74,11 @@ class Decoder:
         token_ids, positions: [tokens] integers. Returns [tokens, hidden], of the wanted tokens where some are, not
         normed yet: `logits` does that.
         """
-        return self._run(self.layers, token_ids, positions, attention, wanted)
+        recorded = self._recorded
+        if recorded is None or wanted is not None or len(token_ids) > recorded.max_rows:
+            return self._run(self.layers, token_ids, positions, attention, wanted)
+        residual, rotations = self._enter(token_ids, positions)
+        return _leave(recorded.run(residual, rotations, attention), residual)
 
     @torch.inference_mode()
     def touch(
@@ -174,13 +112,15 @@ class Decoder:
         attention: AttentionBackend,
         wanted: WantedTokens | None,
     ) -> Tensor:
-        residual = self.embedding.look_up(token_ids)
-        rotations = [rope.rotations(positions) for rope in self.ropes]
+        residual, rotations = self._enter(token_ids, positions)
         update: Tensor | None = None
         for layer in layers[:-1]:
             update, residual = layer.forward(update, residual, rotations, attention)
-        update, residual = layers[-1].forward(update, residual, rotations, attention, wanted)
-        return residual if update is None else residual.add_(update)
+        return _leave(*layers[-1].forward(update, residual, rotations, attention, wanted))
+
+    def _enter(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the residual stream as it begins, and the rotation of each kind of layer."""
+        return self.embedding.look_up(token_ids), [rope.rotations(positions) for rope in self.ropes]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -189,6 +129,10 @@ class Decoder:
         logits = all_gather(logits, self.head_group)
         cap = self.spec.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _leave(update: Tensor | None, residual: Tensor) -> Tensor:
+    return residual if update is None else residual.add_(update)
 
 
 def attention_layers(spec: ModelSpec, group: Group = SINGLE) -> list[LayerAttention]:

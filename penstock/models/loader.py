@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError, ModelError
-from penstock.models.decoder import Decoder, DecoderLayer
+from penstock.models.decoder import Decoder
 from penstock.models.download import Progress
 from penstock.models.gguf import BLOCK_TYPES
 from penstock.models.layers.attention import Attention
+from penstock.models.layers.decoder_layer import DecoderLayer
 from penstock.models.layers.embedding import DenseEmbedding, Embedding, QuantisedEmbedding, ScaledEmbedding
 from penstock.models.layers.feed_forward import FeedForward
 from penstock.models.layers.linear import Linear

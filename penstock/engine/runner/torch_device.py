@@ -59,7 +59,7 @@ class TorchDevice(Device):
         )
         timeline.mark("weights")
         runner = make_runner(config, spec, model, cache_folder(self.options.cache_dir))
-        timeline.mark("KV cache and graphs" if config.device_kind == "cuda" else "KV cache")
+        timeline.mark("KV cache and graphs")
         return runner
 
     def refuse_damage(self, spec: ModelSpec, files: ModelFiles) -> None:
@@ -100,6 +100,8 @@ def make_runner(config: EngineConfig, spec: ModelSpec, model: Decoder, folder: P
             end = time.monotonic() + _CAPTURE_SECONDS
             while time.monotonic() < end and mixed_graphs.prepare_next():
                 pass
+    else:
+        model.record()
     # Each running request may draw one token, and one more for each of its guesses.
     max_draws = config.max_running * (1 + (config.draft_tokens if config.speculative != "none" else 0))
     sampler = Sampler(parameters, spec.eos_token_ids, make_drawer(max_draws, device))

@@ -6,6 +6,7 @@ Knows nothing of the cache: the backend norms and rotates heads, writes keys and
 from torch import Tensor
 
 from penstock.kernels.attention.interface import AttentionBackend, HeadNorm, WantedTokens
+from penstock.kernels.norm_rope import RowScale
 from penstock.models.layers.linear import Linear
 from penstock.models.layers.norm import Norm
 from penstock.parallel.groups import Group
@@ -34,23 +35,27 @@ class Attention:
         self.group = group
         self._heads_shape = (num_heads + 2 * num_kv_heads, head_dim)
 
-    def advance(
-        self,
-        x: Tensor,
-        norm: Norm | None,
-        rotations: Tensor,
-        attention: AttentionBackend,
-        stream: Tensor | None,
-        wanted: WantedTokens | None = None,
-    ) -> Tensor | None:
-        """Attend for x, normed first where a norm is given, and add the result to the stream, or return it.
+    def project(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, RowScale | None]:
+        """Return the heads of x, normed first where a norm is given, and what is left to scale them with.
 
-        x: [tokens, hidden]; stream: the same, or of the wanted tokens alone where some are. See `Linear.advance`.
+        x: [tokens, hidden] -> [tokens, query + key + value heads, head_dim].
         """
         product, scale = self.qkv.apply_unscaled(x, norm)
-        heads = product.view(-1, *self._heads_shape)  # [tokens, query + key + value heads, head_dim]
-        if wanted is None:  # [tokens, heads * head_dim]
-            mixed = attention.run_heads(heads, rotations, self.head_norm, self.layer, scale)
-        else:
-            mixed = attention.run_wanted(heads, rotations, self.head_norm, self.layer, wanted, scale)
+        return product.view(-1, *self._heads_shape), scale
+
+    def mix(
+        self,
+        heads: Tensor,
+        scale: RowScale | None,
+        rotations: Tensor,
+        attention: AttentionBackend,
+        wanted: WantedTokens | None = None,
+    ) -> Tensor:
+        """Attend: of all tokens, or of the wanted ones where some are. Returns [tokens, heads * head_dim]."""
+        if wanted is None:
+            return attention.run_heads(heads, rotations, self.head_norm, self.layer, scale)
+        return attention.run_wanted(heads, rotations, self.head_norm, self.layer, wanted, scale)
+
+    def advance(self, mixed: Tensor, stream: Tensor | None) -> Tensor | None:
+        """Add the output's product to the stream, or return it: see `Linear.advance`."""
         return self.output.advance(mixed, stream, self.group)

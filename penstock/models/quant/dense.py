@@ -3,6 +3,7 @@
 Takes any stored tensor on any device, so it is the format of last resort and, in float32, the exact one.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -29,6 +30,7 @@ class DenseWeight(LinearWeight):
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight  # [out_features, in_features]
         self.out_features, self.in_features = weight.shape
+        self.uniform_rows = sys.maxsize
         self._few_rows: FewRowsProduct | None = None
         # By rows and whether the product is wide; None where torch's own is as good.
         self._tuned: dict[tuple[int, bool], LibraryProduct | None] = {}

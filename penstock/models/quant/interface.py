@@ -27,6 +27,8 @@ class LinearWeight(ABC):
 
     in_features: int
     out_features: int
+    # Up to so many rows all but CUDA's products are the same operations, whatever the number; 0: that depends.
+    uniform_rows: int = 0
 
     @abstractmethod
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:

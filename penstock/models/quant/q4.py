@@ -25,6 +25,7 @@ class Q4Weight(LinearWeight):
         self.out_features, self.in_features = few_rows.out_features, few_rows.in_features
         self._few_rows = few_rows
         self._many_rows = many_rows
+        self.uniform_rows = MAX_FOUR_BIT_ROWS
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self._many_rows is None or x.shape[0] <= MAX_FOUR_BIT_ROWS:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.models.decoder import DecoderLayer, attention_layers
+from penstock.models.decoder import attention_layers
+from penstock.models.layers.decoder_layer import DecoderLayer
 from penstock.models.layers.feed_forward import FeedForward
 from penstock.models.layers.moe import Moe, route
 from penstock.models.quant.dense import DenseWeight
