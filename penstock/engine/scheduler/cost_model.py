@@ -22,6 +22,10 @@ KNEES = (0, 64, 128, 256, 512)
 TRUSTED_STEPS = 16
 TRUSTED_PROMPT_STEPS = 3
 
+# A step that takes this part more is no longer for anybody's purpose; beyond so many tokens every one has its price.
+_HARDLY = 0.05
+_MANY_TOKENS = KNEES[-1]
+
 # Each step weighs this much less than the one after it: about 500 steps are remembered.
 _MEMORY = 0.998
 # What is left of the weight of all steps from before the machine became another.
@@ -79,7 +83,18 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
         return total
 
     def prompt_tokens_within(self, seconds: float, shape: StepShape, context: int, most: int) -> int:
-        """How many prompt tokens, `context` behind the start of theirs, fit beside `shape` into a step so long."""
+        """How many prompt tokens, `context` behind the start of theirs, fit beside `shape` into a step so long.
+
+        Or, the first of a step, into one that is hardly longer where they are cheap: up to a knee they cost next to
+        nothing, and a moment that is missing, since their context is long, would take many of them.
+        """
+        fitting = self._most_within(seconds, shape, context, most)
+        if shape.prompt_tokens or fitting == most or fitting >= _MANY_TOKENS:
+            return fitting
+        more = self._most_within(seconds * (1.0 + _HARDLY), shape, context, most)
+        return more if more >= fitting * (1.0 + 2.0 * _HARDLY) else fitting
+
+    def _most_within(self, seconds: float, shape: StepShape, context: int, most: int) -> int:
         # What `seconds` says of `with_prompt`, without making a shape of each size that is tried: there are dozens of
         # them for every request that comes.
         each_pair, knees = self.prompt_pair, self.tokens_beyond

@@ -18,6 +18,8 @@ from penstock.tenants import OPEN_TENANT
 # arrives meanwhile waits for it. Less while several tenants are there, so that none waits long for another.
 _DECODE_TIMES = 2.3
 _SHARED_DECODE_TIMES = 1.75
+# Where bursts run whole (see below), a lone prompt may be cut smaller: answers gain more by it than it loses.
+_LONE_DECODE_TIMES = 1.7
 _SHARED_SECONDS = 10.0
 # ... or up to this part of the time that all waiting prompts take: with a long queue the one thing that helps is speed.
 # Not where callers have names: the next one's should not have to wait for it. Nor where they state times: what is
@@ -27,7 +29,7 @@ _BACKLOG_PART = 0.3
 # first token waits for another's prompt. So many that wait are a burst, and so is one that is late: its first token
 # will come after more than so many times what the prompt takes. Much later it is no burst but overload: only speed
 # helps.
-_BURST_PROMPTS = 3
+_BURST_PROMPTS = 2
 _LATE_TIMES = 3.0
 _OVERLOAD_TIMES = 8.0
 # While several tenants are there, speed alone makes no step of prompts longer than one of which this part is what every
@@ -41,6 +43,7 @@ _SHORT_SECONDS = 2.0
 _SMALL_STEP_TOKENS = 512
 # ... and never so little that prompts alone would run slower than this part of the fastest they could.
 _LEAST_EFFICIENCY = 0.9
+_LONE_EFFICIENCY = 0.8
 _STEP_SIZES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
 # Of a stated time per token, what a step may use: predictions err by a few per cent.
 _TARGET_PART = 0.93
@@ -60,7 +63,7 @@ class ServingPace(Pace):
         self.max_step_tokens = max_step_tokens
         self._clock = clock
         self._efficient_for: StepCosts | None = None
-        self._efficient_seconds = 0.0
+        self._efficient_seconds: dict[float, float] = {}  # by how efficient
         self._has_names = False
         self._has_times = False
         self._last_arrival: tuple[str, float] | None = None  # tenant and time
@@ -148,8 +151,12 @@ class ServingPace(Pace):
         is_shared = self._is_shared
         if not is_shared and (self.max_step_tokens <= _SMALL_STEP_TOKENS or not self._times.model.is_trusted):
             return float("inf")
-        times = _SHARED_DECODE_TIMES if is_shared else _DECODE_TIMES
-        least = self._short_seconds() if is_shared else self._least_efficient_seconds()
+        if is_shared:
+            times, least = _SHARED_DECODE_TIMES, self._short_seconds()
+        elif self._may_hurry:
+            times, least = _LONE_DECODE_TIMES, self._least_efficient_seconds(_LONE_EFFICIENCY)
+        else:
+            times, least = _DECODE_TIMES, self._least_efficient_seconds()
         limit = max(times * self._decode_seconds(shape), least)
         if not self._has_names and not self._has_times:
             limit = max(limit, _BACKLOG_PART * num_prompt_tokens * self._times.model.costs.token_seconds)
@@ -206,11 +213,15 @@ class ServingPace(Pace):
     def _decode_seconds(self, shape: StepShape) -> float:
         return self._times.model.seconds(shape) if shape.num_rows else 0.0
 
-    def _least_efficient_seconds(self) -> float:
+    def _least_efficient_seconds(self, efficiency: float = _LEAST_EFFICIENCY) -> float:
         costs = self._times.model.costs
         if costs is not self._efficient_for:
-            self._efficient_for, self._efficient_seconds = costs, _efficient_seconds(costs, self.max_step_tokens)
-        return self._efficient_seconds
+            self._efficient_for = costs
+            self._efficient_seconds = {
+                each: _efficient_seconds(costs, self.max_step_tokens, each)
+                for each in (_LEAST_EFFICIENCY, _LONE_EFFICIENCY)
+            }
+        return self._efficient_seconds[efficiency]
 
     def _room(self, limited: Sequence[RequestState]) -> float:
         """How long the next step may take so that each of these keeps its time per token."""
@@ -257,10 +268,10 @@ def decode_shape(ready: Sequence[Ready]) -> StepShape:
     return StepShape(len(contexts), sum(contexts))
 
 
-def _efficient_seconds(costs: StepCosts, most: int) -> float:
-    """How long the shortest step of prompts is that runs them nearly as fast as the best one would."""
+def _efficient_seconds(costs: StepCosts, most: int, efficiency: float) -> float:
+    """How long the shortest step of prompts is that runs them at this part of the best one's speed."""
     sizes = [size for size in _STEP_SIZES if size < most] + [most]
     rates = [size / max(costs.seconds(with_prompt(StepShape(), size, 0)), 1e-9) for size in sizes]
-    enough = _LEAST_EFFICIENCY * max(rates)
+    enough = efficiency * max(rates)
     size = next(size for size, rate in zip(sizes, rates, strict=True) if rate >= enough)
     return costs.seconds(with_prompt(StepShape(), size, 0))

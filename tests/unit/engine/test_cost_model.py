@@ -172,16 +172,6 @@ def test_costs_travel_as_plain_data_and_are_trusted_where_they_arrive() -> None:
     assert not CostModel().is_trusted
 
 
-@given(st.floats(0.001, 0.5), st.integers(0, 256), st.integers(0, 300_000), st.integers(1, 8192))
-def test_the_prompt_tokens_that_fit_are_the_most_that_do(seconds: float, rows: int, context: int, most: int) -> None:
-    shape = StepShape(rows, context)
-    fitting = H200_LLAMA_8B.prompt_tokens_within(seconds, shape, 0, most)
-    if fitting:
-        assert H200_LLAMA_8B.seconds(with_prompt(shape, fitting, 0)) <= seconds
-    if fitting < most:
-        assert H200_LLAMA_8B.seconds(with_prompt(shape, fitting + 1, 0)) > seconds
-
-
 def test_a_steps_own_time_leaves_out_the_wait_for_the_one_before_it() -> None:
     clock, model = VirtualClock(), CostModel()
     times = StepTimes(model, clock)
@@ -208,3 +198,27 @@ def test_the_device_is_free_when_all_that_is_launched_will_be_done() -> None:
     times.launch(plan)
     assert times.free_at(0.0) == pytest.approx(2 * one)
     assert times.free_at(1.0) == 1.0
+
+
+def test_a_long_context_does_not_empty_a_step_in_which_tokens_cost_next_to_nothing():
+    costs = StepCosts(
+        fixed=4e-3, prompt_step=5e-4, prompt_pair=1e-11, row=0.0, context_token=0.0, tokens_beyond=((256, 2.5e-5),)
+    )
+    seconds = costs.seconds(with_prompt(StepShape(), 256, 0))
+    for context in (0, 1_000, 10_000):
+        fitting = costs.prompt_tokens_within(seconds, StepShape(), context, 2_000)
+        assert fitting >= 256
+        assert costs.seconds(with_prompt(StepShape(), fitting, context)) <= 1.05 * seconds
+
+
+@given(
+    seconds=st.floats(1e-3, 0.1), context=st.integers(0, 100_000), most=st.integers(0, 8192), rows=st.integers(0, 256)
+)
+def test_no_more_tokens_fit_than_a_step_hardly_longer_holds(seconds, context, most, rows):
+    shape = StepShape(rows, rows * 500)
+    fitting = H200_LLAMA_8B.prompt_tokens_within(seconds, shape, context, most)
+    assert 0 <= fitting <= most
+    if fitting:
+        assert H200_LLAMA_8B.seconds(with_prompt(shape, fitting, context)) <= 1.05 * seconds + 1e-12
+    if fitting < most:
+        assert H200_LLAMA_8B.seconds(with_prompt(shape, fitting + 1, context)) > seconds

@@ -283,6 +283,7 @@ def test_the_engines_own_requests_are_no_other_tenant():
     clock = VirtualClock()
     pace = ServingPace(StepTimes(CostModel(H200_LLAMA_8B), clock), 8192, clock)
     shape = StepShape(64, 64 * 1000)
+    pace.note_arrival("a", 100)
     alone = pace.comfortable_seconds(shape)
     pace.note_arrival(WARM_UP, 100)
     pace.note_arrival("a", 100)
