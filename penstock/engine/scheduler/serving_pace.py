@@ -43,7 +43,7 @@ _SHORT_SECONDS = 2.0
 _SMALL_STEP_TOKENS = 512
 # ... and never so little that prompts alone would run slower than this part of the fastest they could.
 _LEAST_EFFICIENCY = 0.9
-_LONE_EFFICIENCY = 0.8
+_LONE_EFFICIENCY = 0.84
 _STEP_SIZES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
 # Of a stated time per token, what a step may use: predictions err by a few per cent.
 _TARGET_PART = 0.93

@@ -25,11 +25,13 @@ from penstock.kernels.attention.interface import (
 from penstock.kernels.norm_rope import RowScale
 
 if TYPE_CHECKING:
-    from penstock.kernels.triton.paged_decode import DecodeWorkspace, Splits
+    from penstock.kernels.triton.paged_decode import ChosenSplits, DecodeWorkspace, Splits
     from penstock.kernels.triton.prefill_kernels import PrefillKernel
 
-# Of the multiprocessors, what a prefill beside decodes may take at once.
+# Of the multiprocessors, what a prefill beside many decodes may take at once; so few are done before it matters.
 _FEW_PROGRAMS = 0.6
+_FEW_DECODES = 32
+_SPLITS_SIZE = 2  # of a plan, numbers that say how contexts are split
 
 
 class TritonPagedAttention(AttentionBackend):
@@ -58,7 +60,7 @@ class TritonPagedAttention(AttentionBackend):
         self._lens, self._starts = step.lens, step.starts
         self._decode_lens = step.lens
         if step.num_decodes:
-            self._division = self._divide(step.num_decodes, step.block_tables)
+            self._division = self._divide(step.num_decodes, step.block_tables, step.plan)
         if step.wanted is not None:
             self._wanted_division = self._divide(len(step.wanted.index), step.wanted.block_tables)
         self._tiles: dict[int, Tensor] = {}
@@ -67,7 +69,8 @@ class TritonPagedAttention(AttentionBackend):
             self._read_plan(step.plan, len(step.lens), num_tokens=len(step.slots))
 
     def plan_size(self, num_tokens: int, num_slices: int) -> int:
-        return num_slices + sum(2 * _most_tiles(num_tokens, num_slices, size) for size in self._tile_sizes())
+        num_tiles = sum(_most_tiles(num_tokens, num_slices, size) for size in self._tile_sizes())
+        return _SPLITS_SIZE + num_slices + 2 * num_tiles
 
     def plan(
         self,
@@ -80,10 +83,13 @@ class TritonPagedAttention(AttentionBackend):
     ) -> np.ndarray:
         from penstock.kernels.triton.paged_prefill import NO_TILE, SPARE_TILE, list_tiles
 
-        # First the lengths of the decodes, zero for all other slices; then the tiles, for every size that is used.
+        # First how contexts are split and the lengths of the decodes, zero for all other slices; then the tiles, for
+        # every size that is used.
         numbers = np.zeros(self.plan_size(num_tokens, num_slices), np.int32)
-        numbers[:num_decodes] = context_lens[:num_decodes]
-        begin = num_slices
+        splits = self._choose_splits(num_decodes, int(context_lens[:num_decodes].max(initial=1)))
+        numbers[:_SPLITS_SIZE] = splits.count, splits.min_tokens
+        numbers[_SPLITS_SIZE : _SPLITS_SIZE + num_decodes] = context_lens[:num_decodes]
+        begin = _SPLITS_SIZE + num_slices
         for size in self._tile_sizes():
             tiles = list_tiles(query_starts[num_decodes:], context_lens[num_decodes:], size)
             tiles[:, 0] += num_decodes
@@ -96,8 +102,8 @@ class TritonPagedAttention(AttentionBackend):
         return numbers
 
     def _read_plan(self, plan: Tensor, num_slices: int, num_tokens: int) -> None:
-        self._decode_lens = plan[:num_slices]
-        begin = num_slices
+        begin = _SPLITS_SIZE + num_slices
+        self._decode_lens = plan[_SPLITS_SIZE:begin]
         for size in self._tile_sizes():
             end = begin + 2 * _most_tiles(num_tokens, num_slices, size)
             self._tiles[size] = plan[begin:end].view(-1, 2)
@@ -170,10 +176,10 @@ class TritonPagedAttention(AttentionBackend):
         num_tokens = q.shape[0]
         out = q.new_empty(num_tokens, shape.num_heads * shape.head_dim)
         has_prefill = num_decodes < num_tokens or step.plan is not None
-        # Each program of the prefill needs a multiprocessor for itself: few go first and leave the decode the others,
-        # many go last and take over what the decode leaves.
+        # Each program of the prefill needs a multiprocessor for itself: few go first and leave a long decode the
+        # others, many go last and take over what the decode leaves.
         num_programs = self._prefill_kernel(shape).num_programs(num_tokens, shape) if has_prefill else 0
-        prefill_first = has_prefill and num_programs <= self._few_programs
+        prefill_first = has_prefill and num_decodes > _FEW_DECODES and num_programs <= self._few_programs
         launches: list[Callable[[], None]] = [partial(self._prefill, q, out, layer)] if has_prefill else []
         if num_decodes:
             decode = partial(
@@ -213,16 +219,29 @@ class TritonPagedAttention(AttentionBackend):
         tiles = self._tiles[kernel.tile_tokens]
         kernel.run(q, self.kv_pool[layer], step.block_tables, self._lens, self._starts, tiles, out, shape)
 
-    def _divide(self, num_decodes: int, block_tables: Tensor) -> "tuple[Splits, DecodeWorkspace]":
+    def _divide(
+        self, num_decodes: int, block_tables: Tensor, plan: Tensor | None = None
+    ) -> "tuple[Splits | ChosenSplits, DecodeWorkspace]":
         """Return how contexts are divided, and room for their parts: kernels run one after another and may share it."""
-        from penstock.kernels.triton.paged_decode import DecodeWorkspace, choose_splits
+        from penstock.kernels.triton.paged_decode import ChosenSplits, DecodeWorkspace, most_parts
 
         layer = self._largest
         max_context = block_tables.shape[1] * self.kv_pool[0].shape[2]
-        splits = choose_splits(num_decodes, layer.num_kv_heads, max_context, self._num_multiprocessors)
-        if not self._workspaces or not self._workspaces[-1].fits(num_decodes, splits, layer):
-            self._workspaces.append(DecodeWorkspace.of(num_decodes, splits, layer, block_tables.device))
+        splits: Splits | ChosenSplits
+        if plan is None:
+            splits = self._choose_splits(num_decodes, max_context)
+        else:
+            most = most_parts(num_decodes, layer.num_kv_heads, max_context, self._num_multiprocessors)
+            splits = ChosenSplits(plan[:_SPLITS_SIZE], most)
+        num_parts = splits.num_parts(num_decodes)
+        if not self._workspaces or not self._workspaces[-1].fits(num_parts, layer):
+            self._workspaces.append(DecodeWorkspace.of(num_parts, layer, block_tables.device))
         return splits, self._workspaces[-1]
+
+    def _choose_splits(self, num_decodes: int, max_context: int) -> "Splits":
+        from penstock.kernels.triton.paged_decode import choose_splits
+
+        return choose_splits(num_decodes, self._largest.num_kv_heads, max_context, self._num_multiprocessors)
 
     def _list_tiles(self, tile_tokens: int) -> Tensor:
         from penstock.kernels.triton.paged_prefill import list_tiles

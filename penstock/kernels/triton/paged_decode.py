@@ -2,8 +2,9 @@
 
 A program takes one slice, one key-value head with all its query heads, and one part of the context. Contexts and block
 tables are read from device memory and the grid depends on nothing but shapes, so a captured launch stays right while
-lengths change; a program that finds no work exits. Where a slice has several parts, the program that ends last merges
-them, so that a layer is one launch. Knows tensors, blocks and lengths; nothing of prefill.
+lengths change; a program that finds no work exits. So may be into how many parts contexts are cut, where a launch is
+captured for any number of slices. Where a slice has several parts, the program that ends last merges them, so that a
+layer is one launch. Knows tensors, blocks and lengths; nothing of prefill.
 """
 # mypy: allow-untyped-defs, allow-untyped-decorators
 
@@ -63,6 +64,21 @@ class Splits:
     count: int
     min_tokens: int
 
+    def num_parts(self, num_slices: int) -> int:
+        """Of all slices together, at most."""
+        return num_slices * self.count
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenSplits:
+    """Splits that a launch finds on the device: one that is captured for any number of slices cannot know them."""
+
+    numbers: Tensor  # [2] int32: count and min_tokens
+    most_parts: int  # of all slices together, whatever is chosen
+
+    def num_parts(self, num_slices: int) -> int:
+        return self.most_parts
+
 
 def choose_splits(num_slices: int, num_kv_heads: int, max_context: int, num_multiprocessors: int) -> Splits:
     """Divide contexts so that the device is full. Depends on shapes alone, so it may be fixed at capture."""
@@ -74,29 +90,35 @@ def choose_splits(num_slices: int, num_kv_heads: int, max_context: int, num_mult
     return Splits(min(max(-(-max_context // _LONG_SPLIT_TOKENS), 1), 8), _LONG_SPLIT_TOKENS)
 
 
+def most_parts(num_slices: int, num_kv_heads: int, max_context: int, num_multiprocessors: int) -> int:
+    """No fewer than the parts that `choose_splits` makes of any so many slices or fewer, with any such context."""
+    filling = -(-_PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // num_kv_heads)
+    # Rounded up, each slice may have one part more than fills the device.
+    return max(filling + num_slices, Splits(min(-(-max_context // _LONG_SPLIT_TOKENS), 8), 0).num_parts(num_slices))
+
+
 @dataclass(slots=True)
 class DecodeWorkspace:
     """Room for the parts of one launch at a time. `arrivals` is zero between launches: whoever merges resets it."""
 
-    outputs: Tensor  # [slices * query heads * splits * head_dim] float32 or longer
-    log_sums: Tensor  # [slices * query heads * splits] float32 or longer
+    outputs: Tensor  # [parts * query heads * head_dim] float32 or longer
+    log_sums: Tensor  # [parts * query heads] float32 or longer
     arrivals: Tensor  # [slices * key heads] int32 or longer
 
     @classmethod
-    def of(cls, num_slices: int, splits: Splits, layer: LayerAttention, device: torch.device) -> "DecodeWorkspace":
-        num_parts = num_slices * layer.num_heads * splits.count
+    def of(cls, num_parts: int, layer: LayerAttention, device: torch.device) -> "DecodeWorkspace":
+        """Room for so many parts of all slices together."""
         return cls(
-            torch.empty(num_parts * layer.head_dim, dtype=torch.float32, device=device),
-            torch.empty(num_parts, dtype=torch.float32, device=device),
-            torch.zeros(num_slices * layer.num_kv_heads, dtype=torch.int32, device=device),
+            torch.empty(num_parts * layer.num_heads * layer.head_dim, dtype=torch.float32, device=device),
+            torch.empty(num_parts * layer.num_heads, dtype=torch.float32, device=device),
+            torch.zeros(num_parts * layer.num_kv_heads, dtype=torch.int32, device=device),
         )
 
-    def fits(self, num_slices: int, splits: Splits, layer: LayerAttention) -> bool:
-        num_parts = num_slices * layer.num_heads * splits.count
+    def fits(self, num_parts: int, layer: LayerAttention) -> bool:
         return (
-            num_parts * layer.head_dim <= self.outputs.numel()
-            and num_parts <= self.log_sums.numel()
-            and num_slices * layer.num_kv_heads <= self.arrivals.numel()
+            num_parts * layer.num_heads * layer.head_dim <= self.outputs.numel()
+            and num_parts * layer.num_heads <= self.log_sums.numel()
+            and num_parts * layer.num_kv_heads <= self.arrivals.numel()
         )
 
 
@@ -273,8 +295,8 @@ def _hand_in(
 
 
 @triton.jit(
-    do_not_specialize=["splits", "min_split_tokens", "window", "table_stride"],
-    do_not_specialize_on_alignment=["lens_ptr", "tables_ptr"],
+    do_not_specialize=["num_slices", "splits", "min_split_tokens", "window", "table_stride"],
+    do_not_specialize_on_alignment=["lens_ptr", "tables_ptr", "chosen_ptr"],
 )
 def _decode_kernel(
     q_ptr,  # [slices, query heads, head_dim]
@@ -285,9 +307,11 @@ def _decode_kernel(
     outputs_ptr,
     log_sums_ptr,
     arrivals_ptr,
+    chosen_ptr,  # [2] int32: splits and min_split_tokens, where they are chosen
     scale,
     cap,
     window,
+    num_slices,
     q_stride,
     table_stride,
     value_offset,
@@ -305,15 +329,21 @@ def _decode_kernel(
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     WARM: tl.constexpr,
+    CHOSEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     key_head = tl.program_id(0)
     piece = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
+    # Lengths, tables and all that was cached but the last token are older than the launch before this one.
+    if CHOSEN:  # programs that have work come first
+        splits = tl.maximum(tl.load(chosen_ptr), 1)
+        min_split_tokens = tl.load(chosen_ptr + 1)
+        split = (piece % splits).to(tl.int32)
+        piece = piece // splits
     pool_ptr += key_head * HEAD_DIM
     tables_ptr += piece * table_stride
-    # Lengths, tables and all that was cached but the last token are older than the launch before this one.
-    context = tl.load(lens_ptr + piece)
+    context = tl.load(lens_ptr + piece, mask=piece < num_slices, other=0)
     begin, end, parts = _part(context, window, splits, min_split_tokens, split, TILE)
     if OVERLAP and WARM:
         _warm_part(
@@ -359,7 +389,7 @@ def paged_decode(
     lens: Tensor,
     out: Tensor,
     layer: LayerAttention,
-    splits: Splits,
+    splits: Splits | ChosenSplits,
     workspace: DecodeWorkspace,
     tile: DecodeTile | None = None,
     *,
@@ -376,13 +406,19 @@ def paged_decode(
     _, _, block_tokens, num_kv_heads, _ = pool.shape
     assert q.stride(1) == head_dim and q.stride(2) == 1
     assert pool.is_contiguous() and out.is_contiguous() and block_tables.stride(1) == 1
-    assert splits.count == 1 or workspace.fits(num_slices, splits, layer)
     if num_slices == 0:
         return
+    if isinstance(splits, ChosenSplits):
+        chosen, count, min_tokens = splits.numbers, 0, 0
+        grid = (num_kv_heads, splits.most_parts, 1)
+    else:
+        chosen, count, min_tokens = lens, splits.count, splits.min_tokens
+        grid = (num_kv_heads, num_slices, count)
+    assert count == 1 or workspace.fits(splits.num_parts(num_slices), layer)
     tile = tile or decode_tile(layer, pool.dtype)
     group = num_heads // num_kv_heads
     heads, dims = power_of_2(group), power_of_2(head_dim)
-    _decode_kernel[(num_kv_heads, num_slices, splits.count)](
+    _decode_kernel[grid](
         q,
         pool,
         block_tables,
@@ -391,14 +427,16 @@ def paged_decode(
         workspace.outputs,
         workspace.log_sums,
         workspace.arrivals,
+        chosen,
         layer.scale,
         layer.softcap or 1.0,
         layer.window or NO_WINDOW,
+        num_slices,
         q.stride(0),
         block_tables.stride(0),
         pool.stride(0),
-        splits.count,
-        splits.min_tokens,
+        count,
+        min_tokens,
         GROUP=group,
         KEY_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -410,7 +448,8 @@ def paged_decode(
         TILE=tile.tokens,
         PARTS=max(4096 // (heads * dims), 1),
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
-        WARM=power_of_2(max(head_dim * pool.itemsize // _LINE_BYTES, 1)) if splits.count >= _WARMED_SPLITS else 0,
+        WARM=power_of_2(max(head_dim * pool.itemsize // _LINE_BYTES, 1)) if count >= _WARMED_SPLITS else 0,
+        CHOSEN=isinstance(splits, ChosenSplits),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **(overlap_options(q) if overlap else {"OVERLAP": False}),

@@ -5,6 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
@@ -14,7 +16,15 @@ from penstock.kernels.attention.interface import AttentionStep, HeadNorm, LayerA
 from penstock.kernels.attention.reference import ReferenceAttention
 from penstock.kernels.attention.triton_paged import TritonPagedAttention
 from penstock.kernels.norm_rope import RowScale
-from penstock.kernels.triton.paged_decode import DecodeTile, DecodeWorkspace, Splits, choose_splits, paged_decode
+from penstock.kernels.triton.paged_decode import (
+    ChosenSplits,
+    DecodeTile,
+    DecodeWorkspace,
+    Splits,
+    choose_splits,
+    most_parts,
+    paged_decode,
+)
 from penstock.kernels.triton.paged_prefill import list_tiles
 from tests.paged_batches import PagedBatch
 
@@ -84,7 +94,7 @@ def test_parts_of_a_context_are_merged(count: int) -> None:
     filled.prepare(batch.step)
     filled.run(batch.q, batch.k, batch.v, 0)
     splits = Splits(count, 16)
-    workspace = DecodeWorkspace.of(3, splits, LAYER, torch.device(DEVICE))
+    workspace = DecodeWorkspace.of(splits.num_parts(3), LAYER, torch.device(DEVICE))
     assert batch.step.lens is not None
     for _ in range(2):  # the second launch finds the workspace as the first left it
         out = torch.full((3, LAYER.num_heads * LAYER.head_dim), float("nan"), device=DEVICE)
@@ -103,12 +113,44 @@ def test_parts_of_a_context_are_merged(count: int) -> None:
     assert not workspace.arrivals.any()
 
 
+@pytest.mark.parametrize(("count", "most"), [(1, 3), (1, 11), (2, 6), (3, 9), (3, 14), (0, 7)])
+def test_into_how_many_parts_contexts_are_cut_may_be_found_on_the_device(count: int, most: int) -> None:
+    batch = PagedBatch.random([1] * 3, [1, 31, 150], LAYER, dtype=torch.float32, device=DEVICE)
+    expected = reference(batch, LAYER)
+    filled = ReferenceAttention([LAYER], [batch.pool])
+    filled.prepare(batch.step)
+    filled.run(batch.q, batch.k, batch.v, 0)
+    chosen = ChosenSplits(torch.tensor([count, 16], dtype=torch.int32, device=DEVICE), most)
+    workspace = DecodeWorkspace.of(most, LAYER, torch.device(DEVICE))
+    assert batch.step.lens is not None
+    for _ in range(2):
+        out = torch.full((3, LAYER.num_heads * LAYER.head_dim), float("nan"), device=DEVICE)
+        paged_decode(batch.q, batch.pool, batch.step.block_tables, batch.step.lens, out, LAYER, chosen, workspace)
+        assert relative_error(out, expected) < 1e-5
+    assert not workspace.arrivals.any()
+
+
+@given(
+    most_slices=st.integers(1, 2048),
+    num_slices=st.integers(1, 2048),
+    kv_heads=st.sampled_from([1, 2, 4, 8, 16, 32]),
+    max_context=st.integers(1, 200_000),
+    context=st.integers(1, 200_000),
+)
+def test_there_is_room_for_every_part_that_may_be_chosen(
+    most_slices: int, num_slices: int, kv_heads: int, max_context: int, context: int
+) -> None:
+    num_slices, context = min(num_slices, most_slices), min(context, max_context)
+    chosen = choose_splits(num_slices, kv_heads, context, 132)
+    assert chosen.num_parts(num_slices) <= most_parts(most_slices, kv_heads, max_context, 132)
+
+
 def test_a_slice_without_context_is_left_alone() -> None:
     batch = PagedBatch.random([1, 1], [20, 5], LAYER, dtype=torch.float32, device=DEVICE)
     out = torch.full((2, LAYER.num_heads * LAYER.head_dim), 7.0, device=DEVICE)
     splits = Splits(2, 16)
     lens = torch.tensor([20, 0], dtype=torch.int32, device=DEVICE)
-    workspace = DecodeWorkspace.of(2, splits, LAYER, out.device)
+    workspace = DecodeWorkspace.of(splits.num_parts(2), LAYER, out.device)
     pool = torch.nan_to_num(batch.pool)
     paged_decode(batch.q, pool, batch.step.block_tables, lens, out, LAYER, splits, workspace)
     assert torch.isfinite(out).all() and (out[1] == 7.0).all() and not (out[0] == 7.0).any()
