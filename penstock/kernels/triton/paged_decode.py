@@ -129,6 +129,19 @@ def soft_cap(scores, cap):
 
 
 @triton.jit
+def _own_part(chosen_ptr, splits, min_split_tokens, CHOSEN: tl.constexpr):
+    """Return a program's key head, slice and part, and into how many parts of which least size contexts are cut."""
+    piece = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    if CHOSEN:  # programs that have work come first
+        splits = tl.maximum(tl.load(chosen_ptr), 1)
+        min_split_tokens = tl.load(chosen_ptr + 1)
+        split = (piece % splits).to(tl.int32)
+        piece = piece // splits
+    return tl.program_id(0), piece, split, splits, min_split_tokens
+
+
+@triton.jit
 def _part(context, window, splits, min_split_tokens, split, TILE: tl.constexpr):
     """Where a part of the visible context begins and ends, and how many parts there are."""
     first = tl.maximum(context - window, 0)
@@ -332,15 +345,8 @@ def _decode_kernel(
     CHOSEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    key_head = tl.program_id(0)
-    piece = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
     # Lengths, tables and all that was cached but the last token are older than the launch before this one.
-    if CHOSEN:  # programs that have work come first
-        splits = tl.maximum(tl.load(chosen_ptr), 1)
-        min_split_tokens = tl.load(chosen_ptr + 1)
-        split = (piece % splits).to(tl.int32)
-        piece = piece // splits
+    key_head, piece, split, splits, min_split_tokens = _own_part(chosen_ptr, splits, min_split_tokens, CHOSEN)
     pool_ptr += key_head * HEAD_DIM
     tables_ptr += piece * table_stride
     context = tl.load(lens_ptr + piece, mask=piece < num_slices, other=0)
