@@ -18,7 +18,7 @@ from penstock.tenants import OPEN_TENANT
 # arrives meanwhile waits for it. Less while several tenants are there, so that none waits long for another.
 _DECODE_TIMES = 2.3
 _SHARED_DECODE_TIMES = 1.75
-# Where bursts run whole (see below), a lone prompt may be cut smaller: answers gain more by it than it loses.
+# Where bursts run whole (see below), a lone prompt beside answers is cut smaller: they gain more by it than it loses.
 _LONE_DECODE_TIMES = 1.7
 _SHARED_SECONDS = 10.0
 # ... or up to this part of the time that all waiting prompts take: with a long queue the one thing that helps is speed.
@@ -153,7 +153,7 @@ class ServingPace(Pace):
             return float("inf")
         if is_shared:
             times, least = _SHARED_DECODE_TIMES, self._short_seconds()
-        elif self._may_hurry:
+        elif shape.num_rows and self._may_hurry:
             times, least = _LONE_DECODE_TIMES, self._least_efficient_seconds(_LONE_EFFICIENCY)
         else:
             times, least = _DECODE_TIMES, self._least_efficient_seconds()
