@@ -25,7 +25,7 @@ def run(sourced: Sourced, asked: Asked, **wanted: Any) -> int:
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("deploy", "ray", "it needs Ray: pip install 'penstock[ray]'")
     # Wrong options are told before a cluster is asked for anything.
-    settings = make_settings(sourced, Wanted(**wanted, gpus=asked.gpus or 0.0))
+    settings = make_settings(sourced, Wanted(**wanted, gpus=asked.gpus))
     from penstock.deploy.ray_serve import application
 
     application.connect(asked.address)

@@ -67,7 +67,7 @@ class Wanted:
     replicas: int = 1
     max_replicas: int | None = None
     cpus: float = 1.0  # for each rank
-    gpus: float = 0.0  # for each rank
+    gpus: float | None = None  # for each rank; None: nothing was said, which is none
     port: int | None = None  # of each server, where every node has room for one only; None: any that is free
     policy: str = "least-loaded"
     route_prefix: str | None = None
@@ -80,7 +80,7 @@ def _check(wanted: Wanted) -> None:
     if wanted.replicas < 1:
         raise ConfigError("--replicas", wanted.replicas, "give at least 1")
     for name in ("cpus", "gpus"):
-        if not 0 <= getattr(wanted, name) < math.inf:
+        if not 0 <= (getattr(wanted, name) or 0.0) < math.inf:
             raise ConfigError(flag(name), getattr(wanted, name), "give a number, at least 0")
     if wanted.port is not None and not 1 <= wanted.port <= _MAX_PORT:
         raise ConfigError("--port", wanted.port, f"give a port of 1 to {_MAX_PORT}")
@@ -101,12 +101,15 @@ def make_settings(sourced: Sourced, wanted: Wanted) -> ApplicationSettings:
         raise ConfigError(
             "--max-replicas", wanted.max_replicas, f"give at least --replicas, which is {wanted.replicas}"
         )
-    if wanted.cpus <= 0 and wanted.gpus <= 0:
+    gpus = wanted.gpus or 0.0
+    if wanted.cpus <= 0 and gpus <= 0:
         raise ConfigError("--cpus", wanted.cpus, "a replica needs a part of a CPU or of a GPU to be placed by")
     most_gpus = 0 if options.device in ("cpu", "simulated") else 1
-    if wanted.gpus > most_gpus:
+    if wanted.gpus == 0 and options.device == "cuda":
+        raise ConfigError("--gpus", wanted.gpus, "a server with --device cuda finds none then: give 1, or leave it out")
+    if gpus > most_gpus:
         right = f"a rank of a server with --device {options.device} uses {most_gpus}: give no more, or leave it out"
-        raise ConfigError("--gpus", wanted.gpus, right)
+        raise ConfigError("--gpus", gpus, right)
     replica = ReplicaSettings(
         application=wanted.name,
         arguments=serve_arguments(sourced),
@@ -116,7 +119,7 @@ def make_settings(sourced: Sourced, wanted: Wanted) -> ApplicationSettings:
         drain_seconds=options.drain_seconds,
         num_ranks=options.tensor_parallel,
         cpus_per_rank=wanted.cpus,
-        gpus_per_rank=wanted.gpus,
+        gpus_per_rank=gpus,
     )
     return ApplicationSettings(
         replica=replica,

@@ -63,6 +63,7 @@ def test_ranks_follow_the_servers_own_option():
         ({}, {"gpus": -1.0}, "--gpus"),
         ({}, {"gpus": 3.0}, "--gpus: 3.0 is not usable; a rank of a server with --device auto uses 1"),
         ({"device": "cpu"}, {"gpus": 0.5}, "--gpus"),
+        ({"device": "cuda"}, {"gpus": 0.0}, "--gpus: 0.0 is not usable; a server with --device cuda finds none then"),
         ({}, {"port": 70000}, "--port"),
         ({}, {"route_prefix": "v1"}, "--route-prefix"),
     ],
