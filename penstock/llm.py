@@ -230,10 +230,10 @@ class LLM:
             params = SamplingParams()
         right = "give SamplingParams, or a list with one for each prompt"
         listed = [params] if isinstance(params, SamplingParams) else _listed("params", params, right)
-        for chosen in listed:
+        for place, chosen in enumerate(listed):
             if not isinstance(chosen, SamplingParams):
                 raise InvalidParameter("params", chosen, right)
-            chosen.check_types()
+            listed[place] = chosen.plain()
         if isinstance(params, SamplingParams):
             return listed * len(prompts)
         if len(listed) != len(prompts):

@@ -53,7 +53,7 @@ def llm(folder):
         ({"logprobs": 50}, "logprobs"),
         ({"prompt_logprobs": True}, "prompt_logprobs"),
         ({"top_k": True}, "top_k"),
-        ({"stop": "end"}, "stop"),
+        ({"stop": b"end"}, "stop"),
     ],
 )
 def test_a_wrong_parameter_is_the_callers_mistake(llm, params, param):
@@ -245,6 +245,24 @@ def test_a_type_that_a_parameter_cannot_have_is_told_with_the_right_one(llm):
 def test_numbers_of_numpy_are_numbers(llm):
     params = SamplingParams(max_tokens=np.int64(2), temperature=np.float64(0.5), ignore_eos=True)
     assert len(llm.generate([[5]], params)[0].token_ids) == 2
+
+
+def test_arrays_of_numpy_and_their_numbers_are_token_ids(llm):
+    own = SamplingParams(max_tokens=6, temperature=0, logit_bias={7: 100.0}, stop_token_ids=(9, 8))
+    bias = {np.int64(7): np.float32(100)}
+    for ids in (np.array([9, 8]), (np.int32(9), np.int64(8)), [9, np.uint8(8)]):
+        theirs = SamplingParams(max_tokens=6, temperature=0, logit_bias=bias, stop_token_ids=ids)
+        assert llm.generate([[5]], theirs)[0].token_ids == llm.generate([[5]], own)[0].token_ids
+    for ids in (np.array([9.0]), np.array([[9]]), (np.True_,), (True,)):
+        with pytest.raises(InvalidParameter, match=r"^stop_token_ids: "):
+            llm.generate([[5]], SamplingParams(stop_token_ids=ids))
+
+
+def test_a_text_is_one_stop_string(llm):
+    whole = llm.generate([[5]], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))[0].text
+    stop = whole[len(whole) // 2 :]
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, stop=stop)
+    assert llm.generate([[5]], params)[0].text == whole[: whole.index(stop)]
 
 
 def test_what_was_closed_says_so(folder):
