@@ -316,3 +316,21 @@ async def test_an_http_1_0_client_reads_a_stream_to_the_connections_end(service)
     assert b"transfer-encoding" not in head
     assert events.startswith(b"data: {")
     assert events.endswith(b"\n\ndata: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("hosts", [b"", b"host: localhost\r\nhost: localhost\r\n"], ids=["none", "two"])
+async def test_a_request_of_http_1_1_has_one_host(service, hosts):
+    body = b"content-length: 2\r\ncontent-type: application/json\r\n\r\n{}"
+    last = LIVE.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+    async with listening(service.context) as url, connected(url) as (reader, writer):
+        writer.write(b"POST /tokenize HTTP/1.1\r\n" + hosts + body + last)
+        refusal, _, answer = (await reader.read()).partition(b"HTTP/1.1 200 ")
+    assert refusal.startswith(b"HTTP/1.1 400 ")
+    assert error_code(refusal) == "invalid_request"
+    assert answer, "what came behind it is answered"
+
+
+async def test_http_1_0_needs_no_host(service):
+    async with listening(service.context) as url, connected(url) as (reader, writer):
+        writer.write(b"GET /live HTTP/1.0\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
