@@ -1,6 +1,7 @@
 """A model in this process: what it refuses, and by which errors."""
 
 import json
+import os
 import signal
 import threading
 import time
@@ -340,6 +341,27 @@ def test_threads_that_call_at_once_each_get_their_own_answers(llm):
     for thread in threads:
         thread.join(timeout=30)
     assert answers == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_process_that_was_forked_off_is_told_to_make_its_own(llm):
+    params = SamplingParams(max_tokens=2, temperature=0)
+    expected = llm.generate([[5]], params)[0].token_ids
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.close()
+            llm.generate([[5]], params)
+        except EngineUnavailable as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as told:
+        assert b"make another behind the fork" in told.read()
+    os.waitpid(child, 0)
+    assert llm.generate([[5]], params)[0].token_ids == expected
 
 
 def test_the_shortest_context_that_holds_a_prompt_and_an_answer_is_served(tmp_path):
