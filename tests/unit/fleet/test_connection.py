@@ -295,3 +295,10 @@ async def test_http_1_0_needs_no_host():
     async with limited() as (running, _), connected(running) as (reader, writer):
         writer.write(b"GET /live HTTP/1.0\r\n\r\n")
         assert (await read_answer(reader)).startswith(b"HTTP/1.0 200 ")
+
+
+async def test_a_body_is_read_where_the_head_offers_another_protocol():
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+    async with limited() as (running, _), connected(running) as (reader, writer):
+        writer.write(HEAD + offer + b"content-length: %d\r\n\r\n" % len(BODY) + BODY)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
