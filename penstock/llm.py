@@ -161,6 +161,7 @@ class LLM:
         self._engine = built.engine
         self._next_id = 0
         self._is_closed = False
+        self._process_id = os.getpid()
         # A run takes every event of the engine, others' too. Whoever handles a Ctrl-C within one may close the model.
         self._turn = threading.RLock()
 
@@ -172,6 +173,8 @@ class LLM:
         Raises RequestError before any of them runs, where one cannot. Threads that call at once are answered in turn.
         """
         began = time.monotonic()
+        if self._is_forked:
+            raise EngineUnavailable("this LLM belongs to the process that made it; make another behind the fork")
         with _young_collections() as collect:
             ids = self._all_ids(prompts)
             each = self._params_for(ids, params)
@@ -199,6 +202,8 @@ class LLM:
 
     def close(self) -> None:
         """Let go of the model, behind the runs of other threads. What is asked afterwards raises EngineUnavailable."""
+        if self._is_forked:
+            return  # it is its maker's to close
         with self._turn:
             self._is_closed = True
             self._engine.runner.close()
@@ -210,6 +215,11 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this is a copy in a process that was forked off: threads do not come along, and a step has one."""
+        return os.getpid() != self._process_id
 
     def _all_ids(self, prompts: Prompt | Iterable[Prompt]) -> list[list[int]]:
         listed = _as_list(prompts)
@@ -230,10 +240,10 @@ class LLM:
             params = SamplingParams()
         right = "give SamplingParams, or a list with one for each prompt"
         listed = [params] if isinstance(params, SamplingParams) else _listed("params", params, right)
-        for chosen in listed:
+        for place, chosen in enumerate(listed):
             if not isinstance(chosen, SamplingParams):
                 raise InvalidParameter("params", chosen, right)
-            chosen.check_types()
+            listed[place] = chosen.plain()
         if isinstance(params, SamplingParams):
             return listed * len(prompts)
         if len(listed) != len(prompts):

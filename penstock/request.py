@@ -7,6 +7,8 @@ import contextlib
 import enum
 import math
 import numbers
+from collections.abc import Iterable, Mapping
+from typing import cast
 
 import msgspec
 
@@ -97,17 +99,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         may_end_early = not self.ignore_eos or bool(self.stop or self.stop_token_ids)
         return min(most, self.min_tokens) if may_end_early else most
 
-    def check_types(self) -> None:
-        """Raise InvalidParameter for the first value of a wrong type. What was decoded has none."""
+    def plain(self) -> "SamplingParams":
+        """Return the same in types of our own: other libraries' numbers and arrays, and one stop string, are taken.
+
+        Raises InvalidParameter for the first value of a wrong type. What was decoded has none.
+        """
+        values = {name: _plain(getattr(self, name)) for name in self.__struct_fields__}
+        if isinstance(self.stop, str):
+            values["stop"] = (self.stop,)
         with contextlib.suppress(msgspec.ValidationError):
-            msgspec.convert({name: _plain(getattr(self, name)) for name in self.__struct_fields__}, type(self))
-            return
+            return msgspec.convert(values, type(self))
         for field in msgspec.structs.fields(self):
-            value = getattr(self, field.name)
             try:
-                msgspec.convert(_plain(value), field.type)
+                msgspec.convert(values[field.name], field.type)
             except msgspec.ValidationError:
-                raise InvalidParameter(field.name, value, f"give {_KINDS[field.type]}") from None
+                raise InvalidParameter(field.name, getattr(self, field.name), f"give {_KINDS[field.type]}") from None
+        raise AssertionError("values that can be had one by one can be had together")
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidParameter for the first value the engine cannot honour."""
@@ -149,18 +156,24 @@ _KINDS: dict[object, str] = {
     float: "a number",
     bool: "True or False",
     dict[int, float]: "a dict from token ids to numbers",
-    tuple[str, ...]: "a tuple of texts",
+    tuple[str, ...]: "a text or a tuple of texts",
     tuple[int, ...]: "a tuple of token ids",
 }
 
 
 # Of these nothing is to be made; looking them up is far quicker than asking which kind of number they are.
-_OWN_TYPES = frozenset({bool, int, float, type(None), tuple, dict})
+_OWN_TYPES = frozenset({bool, int, float, str, type(None)})
 
 
 def _plain(value: object) -> object:
-    """Return another library's number as Python's own."""
-    if type(value) in _OWN_TYPES or not isinstance(value, numbers.Real):
+    """Return another library's number as Python's own, also within lists, arrays and dicts."""
+    if type(value) in _OWN_TYPES:
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | range) or getattr(value, "ndim", 0) == 1:
+        return tuple(_plain(item) for item in cast("Iterable[object]", value))
+    if not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 

@@ -1,8 +1,8 @@
 """One HTTP connection, with limits on what a slow, silent or greedy client may hold.
 
 uvicorn parses and writes; this adds what it lacks: clocks for a request's head and body and for a reader that falls
-behind, a size for the head, a most number of connections, of which idle ones make room for new ones, and answers that
-HTTP/1.0 clients can read. Knows nothing of routes or requests' meaning.
+behind, a size for the head, a most number of connections, of which idle ones make room for new ones, bodies of requests
+that offer another protocol, and answers that HTTP/1.0 clients can read. Knows nothing of routes or requests' meaning.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import functools
 import socket
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from penstock.connection_limits import ConnectionLimits, Crowd, Cut
@@ -38,6 +39,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def __init__(self, *, crowd: Crowd, **given: Any) -> None:
         super().__init__(**given)
+        self.parser = _Parser(self)
         self._crowd = crowd
         self._limits = crowd.limits
         self._answering: RequestResponseCycle | None = None
@@ -128,6 +130,8 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.offers_upgrade:
+            return  # it comes again, without the offer
         self._crowd.note_busy(self)
         self._reading = _Reading.BODY
         self._head_bytes = 0
@@ -140,9 +144,22 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.offers_upgrade:
+            return
         self._reading = _Reading.NOTHING
         self._deadline = None
         super().on_message_complete()
+
+    @property
+    def offers_upgrade(self) -> bool:
+        """Whether the request whose head has come offers to go on in another protocol."""
+        return self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
+
+    def head_without_offer(self) -> bytes:
+        """Return the head that has come, as if it offered nothing."""
+        first = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        kept = [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([first, *kept, b"", b""])
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
@@ -233,6 +250,29 @@ class GuardedConnection(HttpToolsProtocol):
         """End the connection now, whatever the client has not read."""
         self._crowd.on_cut(why)
         self.transport.abort()
+
+
+class _Parser(httptools.HttpRequestParser):
+    """Reads a request that offers another protocol as if it did not: some clients do so with every first request.
+
+    The library takes whatever follows such a head for the other protocol's, and the body would be lost.
+    """
+
+    def __init__(self, connection: GuardedConnection) -> None:
+        super().__init__(connection)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._connection = connection
+
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            connection = self._connection
+            if not connection.offers_upgrade:
+                raise  # CONNECT
+            data = connection.head_without_offer() + data[offer.args[0] :]
+            connection.parser = _Parser(connection)  # this one reads nothing behind `Connection: close`
+            connection.parser.feed_data(data)
 
 
 def _is_old(cycle: RequestResponseCycle) -> bool:

@@ -13,7 +13,9 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.errors import RequestError
 from penstock.protocol.errors import reply_for
+from penstock.protocol.host import check_host
 from penstock.server.body import UnreadBody
 from penstock.server.endpoint import attach_record
 from penstock.server.metrics import ServerMetrics
@@ -49,7 +51,11 @@ class FrontDoor:
             await send(message)
 
         try:
+            check_host(scope["http_version"], sum(name == b"host" for name, _ in scope["headers"]))
             await self._app(scope, body.receive, send_with_identity)
+        except RequestError as error:
+            record.error_code = error.code
+            await _send_error(error, send_with_identity)
         except ClientDisconnect:
             record.finish = "abort"
             record.status = record.status or CLIENT_GONE_STATUS

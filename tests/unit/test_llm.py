@@ -1,6 +1,7 @@
 """A model in this process: what it refuses, and by which errors."""
 
 import json
+import os
 import signal
 import threading
 import time
@@ -53,7 +54,7 @@ def llm(folder):
         ({"logprobs": 50}, "logprobs"),
         ({"prompt_logprobs": True}, "prompt_logprobs"),
         ({"top_k": True}, "top_k"),
-        ({"stop": "end"}, "stop"),
+        ({"stop": b"end"}, "stop"),
     ],
 )
 def test_a_wrong_parameter_is_the_callers_mistake(llm, params, param):
@@ -247,6 +248,24 @@ def test_numbers_of_numpy_are_numbers(llm):
     assert len(llm.generate([[5]], params)[0].token_ids) == 2
 
 
+def test_arrays_of_numpy_and_their_numbers_are_token_ids(llm):
+    own = SamplingParams(max_tokens=6, temperature=0, logit_bias={7: 100.0}, stop_token_ids=(9, 8))
+    bias = {np.int64(7): np.float32(100)}
+    for ids in (np.array([9, 8]), (np.int32(9), np.int64(8)), [9, np.uint8(8)]):
+        theirs = SamplingParams(max_tokens=6, temperature=0, logit_bias=bias, stop_token_ids=ids)
+        assert llm.generate([[5]], theirs)[0].token_ids == llm.generate([[5]], own)[0].token_ids
+    for ids in (np.array([9.0]), np.array([[9]]), (np.True_,), (True,)):
+        with pytest.raises(InvalidParameter, match=r"^stop_token_ids: "):
+            llm.generate([[5]], SamplingParams(stop_token_ids=ids))
+
+
+def test_a_text_is_one_stop_string(llm):
+    whole = llm.generate([[5]], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))[0].text
+    stop = whole[len(whole) // 2 :]
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, stop=stop)
+    assert llm.generate([[5]], params)[0].text == whole[: whole.index(stop)]
+
+
 def test_what_was_closed_says_so(folder):
     with LLM(folder, **OPTIONS) as llm:
         llm.close()
@@ -322,6 +341,27 @@ def test_threads_that_call_at_once_each_get_their_own_answers(llm):
     for thread in threads:
         thread.join(timeout=30)
     assert answers == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_process_that_was_forked_off_is_told_to_make_its_own(llm):
+    params = SamplingParams(max_tokens=2, temperature=0)
+    expected = llm.generate([[5]], params)[0].token_ids
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.close()
+            llm.generate([[5]], params)
+        except EngineUnavailable as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as told:
+        assert b"make another behind the fork" in told.read()
+    os.waitpid(child, 0)
+    assert llm.generate([[5]], params)[0].token_ids == expected
 
 
 def test_the_shortest_context_that_holds_a_prompt_and_an_answer_is_served(tmp_path):

@@ -81,7 +81,7 @@ def test_a_value_beyond_its_limits_is_refused_by_name(values: dict[str, Any], na
 @pytest.mark.parametrize("name", SamplingParams.__struct_fields__)
 def test_a_value_of_a_wrong_type_is_told_the_right_one_in_words(name: str) -> None:
     with pytest.raises(InvalidParameter, match=f"^{name}: .* is not usable; give (an|a|True) [^\\[|]*$"):
-        SamplingParams(**{name: object()}).check_types()
+        SamplingParams(**{name: object()}).plain()
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "min_tokens", "top_k"])

@@ -51,6 +51,7 @@ from penstock.loopback import check_open_call
 from penstock.metering.meter import Meter
 from penstock.protocol.errors import reply_for
 from penstock.protocol.health import Health
+from penstock.protocol.host import check_host
 from penstock.protocol.identity import IDENTITY_HEADER, encode_identity
 from penstock.protocol.media_type import check_json
 from penstock.protocol.models import Model, ModelList
@@ -332,6 +333,7 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
     if request.version.major != 1:
         return Refusal(RequestError("this port speaks HTTP/1.1 and HTTP/1.0: send the request in one of them"))
     try:
+        check_host(f"1.{request.version.minor}", len(request.headers.getall("host", ())))
         return await handler(request)
     except PenstockError as error:
         return _error(request, error)

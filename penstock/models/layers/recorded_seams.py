@@ -2,7 +2,8 @@
 
 A step of few rows on a CPU is a thousand small operations, and calling one from Python takes as long as many of them
 run. From one attention's result to the next one's heads they are the same in every step, so torch records them as they
-run and plays them back. Knows layers, nothing of formats or families. CUDA has its graphs instead.
+run and plays them back. Its recorder is deprecated in favour of compilers, which take minutes and are not there on
+every machine. Knows layers, nothing of formats or families. CUDA has its graphs instead.
 """
 
 import warnings
@@ -60,8 +61,16 @@ def _record(layer: DecoderLayer, following: DecoderLayer, num_rows: int, dtype: 
     mixed = torch.zeros(num_rows, output.in_features, dtype=dtype)
     residual = torch.zeros(num_rows, output.out_features, dtype=dtype)
     with warnings.catch_warnings():
-        # The recorder is deprecated in favour of compilers, which take minutes and are not there on every machine; and
-        # it warns of every size that is looked at: those are the same for all numbers of rows, as formats promise.
+        # It warns of every size that is looked at: those are the same for all numbers of rows, as formats promise.
         warnings.simplefilter("ignore")
-        recorded: Seam = torch.jit.trace(seam, (mixed, residual), check_trace=False)
+        # Not `torch.jit.trace`: what that records it keeps, weights and all, to the end of the process.
+        graph, _ = torch._C._create_graph_by_tracing(
+            seam,
+            (mixed, residual),
+            lambda _: "",  # names of variables, for whoever reads the graph
+            strict=True,
+            force_outplace=False,
+            argument_names=["mixed", "residual"],
+        )
+    recorded: Seam = torch._C._create_function_from_graph("seam", graph)
     return recorded

@@ -280,3 +280,25 @@ async def test_a_reader_that_stops_holds_up_its_own_stream_only_and_is_cut_in_th
         await until(lambda: in_flight.num_in_flight == 0)
         assert 0 < sent < 4000 * 16_000
         assert await cuts(running, "reader")
+
+
+@pytest.mark.parametrize("hosts", [b"", b"host: localhost\r\nhost: localhost\r\n"], ids=["none", "two"])
+async def test_a_request_of_http_1_1_has_one_host(hosts):
+    async with limited() as (running, _), connected(running) as (reader, writer):
+        writer.write(b"GET /live HTTP/1.1\r\n" + hosts + b"\r\n")
+        answer = await read_answer(reader)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert error_code(answer) == "invalid_request"
+
+
+async def test_http_1_0_needs_no_host():
+    async with limited() as (running, _), connected(running) as (reader, writer):
+        writer.write(b"GET /live HTTP/1.0\r\n\r\n")
+        assert (await read_answer(reader)).startswith(b"HTTP/1.0 200 ")
+
+
+async def test_a_body_is_read_where_the_head_offers_another_protocol():
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+    async with limited() as (running, _), connected(running) as (reader, writer):
+        writer.write(HEAD + offer + b"content-length: %d\r\n\r\n" % len(BODY) + BODY)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")

@@ -1,11 +1,13 @@
 """Layers that are played back give the same numbers as layers that run, to the last bit."""
 
+import gc
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.kernels.attention.cpu import CpuAttention
 from penstock.kernels.quant_gemm import four_bit_supported
@@ -88,6 +90,18 @@ def test_what_is_recorded_is_what_runs(tmp_path: Path) -> None:
     assert torch.equal(logits_of(decoder)[0], before[0]), "the layers themselves still run"
     decoder.record()
     assert not torch.equal(logits_of(decoder)[0], before[0])
+
+
+def test_what_is_recorded_goes_with_its_decoder(tmp_path: Path) -> None:
+    make_reference("llama", tmp_path)
+    decoder = load_exact(folder_files(tmp_path))
+    decoder.record()
+    logits_of(decoder)
+    weights = [StorageWeakRef(layer.attention_norm.weight.untyped_storage()) for layer in decoder.layers]
+    assert not any(weight.expired() for weight in weights)
+    del decoder
+    gc.collect()
+    assert all(weight.expired() for weight in weights), "a closed model's weights are still held"
 
 
 def test_experts_are_not_recorded(tmp_path: Path) -> None:

@@ -316,3 +316,46 @@ async def test_an_http_1_0_client_reads_a_stream_to_the_connections_end(service)
     assert b"transfer-encoding" not in head
     assert events.startswith(b"data: {")
     assert events.endswith(b"\n\ndata: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("hosts", [b"", b"host: localhost\r\nhost: localhost\r\n"], ids=["none", "two"])
+async def test_a_request_of_http_1_1_has_one_host(service, hosts):
+    body = b"content-length: 2\r\ncontent-type: application/json\r\n\r\n{}"
+    last = LIVE.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+    async with listening(service.context) as url, connected(url) as (reader, writer):
+        writer.write(b"POST /tokenize HTTP/1.1\r\n" + hosts + body + last)
+        refusal, _, answer = (await reader.read()).partition(b"HTTP/1.1 200 ")
+    assert refusal.startswith(b"HTTP/1.1 400 ")
+    assert error_code(refusal) == "invalid_request"
+    assert answer, "what came behind it is answered"
+
+
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["length", "chunks"])
+@pytest.mark.parametrize("piece_bytes", [7, 10_000])
+async def test_a_body_is_read_where_the_head_offers_another_protocol(service, is_chunked, piece_bytes):
+    body = b'{"prompt": "hi"}'
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+    sized = b"content-length: %d\r\n\r\n%s" % (len(body), body)
+    chunked = b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    last = LIVE.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+    sent = (HEAD + offer + (chunked if is_chunked else sized)) * 2 + last
+    async with listening(service.context) as url, connected(url) as (reader, writer):
+        for start in range(0, len(sent), piece_bytes):
+            writer.write(sent[start : start + piece_bytes])
+            await asyncio.sleep(0)
+        answers = (await reader.read()).split(b"HTTP/1.1 ")
+    assert [answer[:3] for answer in answers] == [b"", b"200", b"200", b"200"]
+    assert b'"tokens"' in answers[1]
+    assert b'"tokens"' in answers[2]
+
+
+async def test_an_offer_of_another_protocol_may_come_with_the_last_request(service):
+    async with listening(service.context) as url, connected(url) as (reader, writer):
+        writer.write(LIVE.replace(b"\r\n\r\n", b"\r\nconnection: Upgrade, close\r\nupgrade: h2c\r\n\r\n"))
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_http_1_0_needs_no_host(service):
+    async with listening(service.context) as url, connected(url) as (reader, writer):
+        writer.write(b"GET /live HTTP/1.0\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
