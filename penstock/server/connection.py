@@ -264,15 +264,16 @@ class _Parser(httptools.HttpRequestParser):
         self._connection = connection
 
     def feed_data(self, data: bytes) -> None:  # type: ignore[override]
-        try:
-            super().feed_data(data)
-        except httptools.HttpParserUpgrade as offer:
-            connection = self._connection
-            if not connection.offers_upgrade:
-                raise  # CONNECT
-            data = connection.head_without_offer() + data[offer.args[0] :]
-            connection.parser = _Parser(connection)  # this one reads nothing behind `Connection: close`
-            connection.parser.feed_data(data)
+        parser, connection = self, self._connection
+        while True:
+            try:
+                super(_Parser, parser).feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                if not connection.offers_upgrade:
+                    raise  # CONNECT
+                data = connection.head_without_offer() + data[offer.args[0] :]
+                parser = connection.parser = _Parser(connection)  # it reads nothing behind `Connection: close`
 
 
 def _is_old(cycle: RequestResponseCycle) -> bool:
