@@ -34,7 +34,8 @@ def test_batch_requests_beside_others_do_not_count_as_theirs():
     engine = VirtualEngine(known=H200_LLAMA_8B)
     batch = [request(f"batch {index}", prompt=512, answer=32, tier=Tier.BATCH) for index in range(40)]
     engine.run([*batch, *[request(str(index), index / 8, prompt=512, answer=32) for index in range(60)]])
-    assert engine.engine.stats().work_seconds * 8 / 60 < 1.5 * work_rate(8.0)
+    # A prompt beside others' is behind the knee; alone it is cut so that half of it is before.
+    assert engine.engine.stats().work_seconds * 8 / 60 < 2.0 * work_rate(8.0)
 
 
 def test_nobody_waits_in_an_idle_engine():

@@ -120,7 +120,7 @@ async def address(service: Service) -> AsyncIterator[str]:
 
 async def until(condition) -> None:
     """Wait for what another task is about to do."""
-    for _ in range(1000):
+    for _ in range(4000):
         if condition():
             return
         await asyncio.sleep(0.005)
