@@ -87,14 +87,19 @@ def choose_splits(num_slices: int, num_kv_heads: int, max_context: int, num_mult
     if wanted > 1:
         min_tokens = 32
         return Splits(max(min(wanted, _MAX_SPLITS, -(-max_context // min_tokens)), 1), min_tokens)
-    return Splits(min(max(-(-max_context // _LONG_SPLIT_TOKENS), 1), 8), _LONG_SPLIT_TOKENS)
+    return Splits(_num_long_parts(max_context), _LONG_SPLIT_TOKENS)
 
 
 def most_parts(num_slices: int, num_kv_heads: int, max_context: int, num_multiprocessors: int) -> int:
     """No fewer than the parts that `choose_splits` makes of any so many slices or fewer, with any such context."""
     filling = -(-_PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // num_kv_heads)
     # Rounded up, each slice may have one part more than fills the device.
-    return max(filling + num_slices, Splits(min(-(-max_context // _LONG_SPLIT_TOKENS), 8), 0).num_parts(num_slices))
+    return max(filling + num_slices, num_slices * _num_long_parts(max_context))
+
+
+def _num_long_parts(max_context: int) -> int:
+    """Of a context, where there are slices enough to fill the device."""
+    return min(max(-(-max_context // _LONG_SPLIT_TOKENS), 1), 8)
 
 
 @dataclass(slots=True)

@@ -39,7 +39,12 @@ class RecordedSeams:
 
 
 def record_seams(layers: Sequence[DecoderLayer], dtype: torch.dtype) -> RecordedSeams | None:
-    """Record what lies between the layers' attentions, or return None where it is not the same in every step."""
+    """Record what lies between the layers' attentions, or return None where it is not the same in every step.
+
+    None as well where torch has no recorder any more.
+    """
+    if not hasattr(torch._C, "_create_graph_by_tracing"):
+        return None
     if any(not isinstance(layer.feed_forward, FeedForward) or layer.attention.group.size > 1 for layer in layers):
         return None
     max_rows = min(linear.weight.uniform_rows for layer in layers for linear in layer.linears.values())

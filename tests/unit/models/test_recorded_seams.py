@@ -104,6 +104,14 @@ def test_what_is_recorded_goes_with_its_decoder(tmp_path: Path) -> None:
     assert all(weight.expired() for weight in weights), "a closed model's weights are still held"
 
 
+def test_without_a_recorder_layers_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_create_graph_by_tracing")
+    make_reference("llama", tmp_path)
+    decoder = load_exact(folder_files(tmp_path))
+    assert record_seams(decoder.layers, decoder.dtype) is None
+    assert_same(decoder)
+
+
 def test_experts_are_not_recorded(tmp_path: Path) -> None:
     make_reference("mixtral", tmp_path, num_local_experts=4, num_experts_per_tok=2)
     decoder = load_exact(folder_files(tmp_path))
