@@ -64,6 +64,15 @@ def test_a_server_that_refuses_everything_is_status_1(capsys: pytest.CaptureFixt
     assert "2 of 2 requests failed: http 429" in capsys.readouterr().out
 
 
+@pytest.fixture
+def heard_ctrl_c() -> Iterator[None]:
+    """A shell that runs the tests in the background has had Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard_ctrl_c")
 def test_ctrl_c_ends_the_load_and_reports_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, json = Script(first_seconds=0.0, token_seconds=0.0, silent_after=3), tmp_path / "a.json"
 
