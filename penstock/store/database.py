@@ -30,6 +30,7 @@ Clock = Callable[[], float]
 
 # A writer waits so long for others before it gives up: far longer than all of them together ever take.
 _BUSY_SECONDS = 10
+_RETRY_SECONDS = 0.01
 # A machine that is gone and closes nothing would else hold up whoever asks it for as long as the system tries it.
 _POSTGRES_WAITS = {
     "connect_timeout": _BUSY_SECONDS,
@@ -251,10 +252,23 @@ def _make_engine(location: str, url: URL) -> Engine:
 def _set_up_sqlite(connection: sqlite3.Connection, _: object) -> None:
     # The driver would begin transactions by itself, and too late; `_begin_sqlite` does.
     connection.isolation_level = None
-    connection.execute("PRAGMA journal_mode=WAL")
+    _use_wal(connection)
     # What is committed outlives any process; only a power cut may take the last moments.
     connection.execute("PRAGMA synchronous=NORMAL")
     connection.execute("PRAGMA foreign_keys=ON")
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    # Several who open a new file together stand in each other's way here, and for this SQLite itself does not wait.
+    give_up = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+                raise
+        time.sleep(_RETRY_SECONDS)
 
 
 def _begin_sqlite(connection: Connection) -> None:

@@ -59,6 +59,20 @@ def test_many_may_open_a_new_store_together(any_location):
     assert failures == []
 
 
+def test_a_new_file_that_somebody_holds_is_waited_for(tmp_path):
+    path = tmp_path / "penstock.db"
+    holder = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    holder.execute("BEGIN IMMEDIATE")
+    holder.execute("CREATE TABLE theirs (id INTEGER)")
+    release = threading.Timer(0.3, holder.execute, ["COMMIT"])
+    release.start()
+    database = Database.open(str(path))
+    assert version(database) == SCHEMA_VERSION
+    database.close()
+    release.join()
+    holder.close()
+
+
 def test_an_older_store_gets_the_tables_that_it_lacks(any_location):
     with contextlib.closing(Database.open(any_location)) as database:
         KeyStore(database).create("alice", KeyTerms())
