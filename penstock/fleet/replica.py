@@ -31,6 +31,8 @@ _CHANGES = {
 
 # Lines of all replicas together that tell of who came and went: a fleet that comes at once, or one that comes and goes.
 _MAX_MOVES_PER_MINUTE = 200
+# Names that are remembered of replicas which have gone; about, since a replica may bring several.
+_MOST_GONE_MODELS = 1000
 
 log = logging.getLogger("penstock.gateway")
 
@@ -155,6 +157,7 @@ class ReplicaPool:
         self._replicas: dict[str, Replica] = {}
         self._sources: dict[str, list[str]] = {}  # by place, who has known it longest first
         self._leaving: list[Replica] = []
+        self.gone_models: set[str] = set()  # that replicas served which have gone
         self._moves = EventLog(log, clock, max_per_minute=_MAX_MOVES_PER_MINUTE)
 
     def __iter__(self) -> Iterator[Replica]:
@@ -235,6 +238,8 @@ class ReplicaPool:
 
     def _see_off(self, replica: Replica) -> None:
         replica.is_leaving = True
+        if len(self.gone_models) < _MOST_GONE_MODELS:
+            self.gone_models.update(model.name for model in replica.models)
         self._leaving = [*self.leaving, replica]
 
     def serving(self, model: str) -> list[Replica]:

@@ -230,7 +230,9 @@ def _burn_alerts(indicators: list[_Indicator], watched: Watched) -> list[Rule]:
     rules: list[Rule] = []
     objective, ours = watched.objective, f'{{deployment="{watched.name}"}}'
     for item in indicators:
-        for long, short, factor, severity in _BURNS:
+        for long, short, most, severity in _BURNS:
+            # Where the objective allows much, that many times more would be more than all of them.
+            factor = min(most, (1 + 1 / (1 - objective)) / 2)
             limit = f"{factor * (1 - objective):.6g}"
             ratio = f"{item.name}:ratio_rate"
             alert = _Alert(
@@ -238,7 +240,7 @@ def _burn_alerts(indicators: list[_Indicator], watched: Watched) -> list[Rule]:
                 severity,
                 "",
                 f"{ratio}{long}{ours} > {limit} and {ratio}{short}{ours} > {limit}",
-                f"{item.summary}: {factor:g} times more than {objective:.4g} of requests allows",
+                f"{item.summary}: {factor:.4g} times more than {objective:.4g} of requests allows",
                 f"{{{{ $value | humanizePercentage }}}} over the last {long}, and still over {short}.",
             )
             rules.append(_rule(alert, watched, window=long))

@@ -147,6 +147,7 @@ class Dispatcher:
             if self._able(wish):
                 message = f"every replica of the model stayed full for {max(0.0, seconds):.3g} s"
                 raise self._overloaded(lane, wish, message) from None
+            self._check_may_come(wish)  # by now it may be known that there is no such model
             raise EngineUnavailable(self._lack(wish.query)) from None
         finally:
             if not (len(lane.room) or lane.forecast.has_held or self._is_known(model)):
@@ -228,8 +229,14 @@ class Dispatcher:
 
     def _may_come(self, model: str) -> bool:
         """Whether a model that no replica serves now is expected: declared, known before, or none was asked yet."""
-        if model in self._config.models or model in self._config.aliases.values() or self._pool.serving(model):
+        config = self._config
+        if model in config.models or model in config.autoscaler or model in config.aliases.values():
             return True
+        gone = self._pool.gone_models
+        if model in gone or self._pool.serving(model):
+            return True
+        if gone and not len(self._pool):  # all have gone that were there: what they served is what there is
+            return False
         return not any(replica.is_up for replica in self._pool)
 
     def _overloaded(self, lane: _Lane, wish: Wish, message: str) -> Overloaded:

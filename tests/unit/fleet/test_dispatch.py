@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import EngineUnavailable, Overloaded
+from penstock.errors import EngineUnavailable, Overloaded, UnknownModel
 from penstock.fleet.adapters.interface import ServedModel
 from penstock.fleet.config import AutoscalerSection, FleetConfig, ReplicaEntry
 from penstock.fleet.replica import ReplicaPool
@@ -206,6 +206,27 @@ async def test_a_request_is_held_for_a_model_of_which_nobody_has_heard_yet(fleet
     other.cancel()
     await turn()
     assert fleet.dispatcher.num_waiting == 0
+
+
+async def test_once_all_have_gone_only_what_they_served_or_is_declared_is_waited_for():
+    declared = AutoscalerSection(backend={"kind": "local"})
+    fleet = Fleet(autoscaler={"scaled": declared}, aliases={"nick": "named"})
+    fleet.add("first", models=("tiny", "adapter"))
+    assert fleet.pool.remove("test", "http://first:80", "it went")
+    held = [await fleet.ask(model=model) for model in ("tiny", "adapter", "scaled", "named")]
+    assert not any(task.done() for task in held)
+    unknown = await fleet.ask(model="other")
+    assert isinstance(unknown.exception(), UnknownModel)
+    await fleet.end()
+
+
+async def test_who_was_held_for_a_model_that_does_not_exist_is_told_so():
+    fleet = Fleet(queue=msgspec.structs.replace(QUEUE, hold_seconds=0.05))
+    held = await fleet.ask(model="other")
+    assert not held.done()
+    fleet.add("first")
+    with pytest.raises(UnknownModel):
+        await held
 
 
 async def test_those_who_want_another_replica_do_not_make_a_wait_look_too_long(fleet):

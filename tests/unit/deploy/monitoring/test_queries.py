@@ -207,3 +207,12 @@ def test_the_dashboard_shows(metric):
         for item in selectors(target["expr"])
     }
     assert metric in shown
+
+
+@pytest.mark.parametrize("objective", [0.5, 0.9, 0.93, 0.99, 0.999])
+def test_no_part_of_requests_is_asked_to_be_more_than_all(objective):
+    watched = Watched("models", objective=objective, slow_ttft_seconds=2.5)
+    rules = [rule for group in groups(watched) for rule in group["rules"]]
+    limits = [float(part) for rule in rules for part in re.findall(r"ratio_rate\w+\{[^}]*\} > (\S+)", rule["expr"])]
+    assert len(limits) >= 12
+    assert all(1 - objective <= limit * 1.0001 and limit < 1 for limit in limits)
