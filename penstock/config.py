@@ -79,6 +79,9 @@ class Options:
     target_time_per_token_ms: float | None = _option(
         "scheduler", "Mean time per token that is promised where a request names none; else none is", None, low=0.1
     )
+    target_deadline_ms: float | None = _option(
+        "scheduler", "Time after which a request ends that names none, whatever it has; else none does", None, low=1.0
+    )
     max_waiting: int = _option(
         "scheduler", "Most requests in the queue, of batches as many again; more get 429", 1024, low=0
     )

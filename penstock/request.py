@@ -27,10 +27,11 @@ class Tier(enum.StrEnum):
 
 
 class Targets(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a caller wants of an answer's pace. None: as soon as it goes."""
+    """What is wanted of an answer's pace. None: as soon as it goes. Of a request the deadline stands beside them."""
 
     ttft_seconds: float | None = None  # from arrival to the first token
     time_per_token_seconds: float | None = None  # the mean over the tokens behind the first
+    deadline_seconds: float | None = None  # from arrival to the end, whatever there is by then
 
 
 NO_TARGETS = Targets()
@@ -49,6 +50,7 @@ class TargetOrigins(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ttft: TargetOrigin = TargetOrigin.REQUEST
     time_per_token: TargetOrigin = TargetOrigin.REQUEST
+    deadline: TargetOrigin = TargetOrigin.REQUEST
 
 
 OWN_TARGETS = TargetOrigins()

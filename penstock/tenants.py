@@ -159,7 +159,7 @@ def read_terms(document: dict[str, Any]) -> KeyTerms:
     """Return the terms that a document of plain values states. Raises ValueError with the reason."""
     targets = document.get("targets", {})
     if isinstance(targets, dict) and not set(targets) <= set(Targets.__struct_fields__):
-        raise ValueError(f"targets may hold {' and '.join(Targets.__struct_fields__)} only")
+        raise ValueError(f"targets may hold {', '.join(Targets.__struct_fields__)} only")
     try:
         terms = msgspec.convert(document, KeyTerms)
         check_terms(terms)

@@ -78,6 +78,10 @@ def create(
         float | None,
         number_flag("--time-per-token-seconds", open_low=True, rich_help_panel=TARGETS, show_default=False),
     ] = None,
+    deadline_seconds: Annotated[
+        float | None,
+        number_flag("--deadline-seconds", open_low=True, rich_help_panel=TARGETS, show_default=False),
+    ] = None,
     json: Json = False,
 ) -> int:
     """Make a key and print it. It is shown this once."""
@@ -94,7 +98,11 @@ def create(
             tokens_per_day=tokens_per_day,
             longest_context=longest_context,
         ),
-        targets=Targets(ttft_seconds=ttft_seconds, time_per_token_seconds=time_per_token_seconds),
+        targets=Targets(
+            ttft_seconds=ttft_seconds,
+            time_per_token_seconds=time_per_token_seconds,
+            deadline_seconds=deadline_seconds,
+        ),
     )
     with stored_keys(sourced.options, may_make=True) as store:
         show_secret(name, store.create(name, terms), as_json=json)

@@ -32,6 +32,7 @@ class KeyTargets(AdminModel):
 
     ttft_seconds: float | None = None
     time_per_token_seconds: float | None = None
+    deadline_seconds: float | None = None
 
 
 class KeyRequest(AdminModel):

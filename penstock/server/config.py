@@ -74,7 +74,9 @@ def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
         shared_prefixes=load_prefixes(options.shared_prefixes) if options.shared_prefixes is not None else (),
         gateways=read_gateways(options.gateway, options.host) if options.gateway is not None else (),
         chat_template=read_template(options.chat_template) if options.chat_template is not None else None,
-        targets=Targets(_seconds(options.target_ttft_ms), _seconds(options.target_time_per_token_ms)),
+        targets=Targets(
+            *map(_seconds, (options.target_ttft_ms, options.target_time_per_token_ms, options.target_deadline_ms))
+        ),
         max_body_bytes=options.max_body_bytes,
         drain_seconds=options.drain_seconds,
         log_format=log_format,
@@ -96,6 +98,7 @@ def resolve(sourced: Sourced) -> tuple[ServerConfig, list[Setting]]:
             _shown(options.target_time_per_token_ms),
             sourced.why("target_time_per_token_ms"),
         ),
+        Setting("target_deadline_ms", _shown(options.target_deadline_ms), sourced.why("target_deadline_ms")),
         Setting("max_body_bytes", str(options.max_body_bytes), sourced.why("max_body_bytes")),
         Setting("drain_seconds", f"{options.drain_seconds:g}", sourced.why("drain_seconds")),
         Setting("log_format", log_format, why_log_format),

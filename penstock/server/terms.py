@@ -47,12 +47,14 @@ def agree(wanted: GenerationRequest, key: KeyTerms, server: Targets) -> Terms:
     per_token = granted
     if own.time_per_token_seconds is not None:
         per_token, origin = _allowed_pace(own.time_per_token_seconds, granted, wanted, key), TargetOrigin.REQUEST
+    asked = None if wanted.deadline_ms is None else wanted.deadline_ms / 1000
+    deadline, deadline_origin = _stated(asked, key.targets.deadline_seconds, server.deadline_seconds)
     return Terms(
         weight=key.weight,
         priority=_priority(wanted.priority, key.priority),
         targets=Targets(ttft, per_token),
-        target_origins=TargetOrigins(ttft_origin, origin),
-        deadline_seconds=None if wanted.deadline_ms is None else wanted.deadline_ms / 1000,
+        target_origins=TargetOrigins(ttft_origin, origin, deadline_origin),
+        deadline_seconds=deadline,
         best_effort=bool(wanted.best_effort),
         has_moved=wanted.continue_from is not None,
     )

@@ -55,8 +55,10 @@ _SETTINGS: Mapping[tuple[TargetOrigin, str], str] = MappingProxyType(
     {
         (TargetOrigin.KEY, "targets.ttft_ms"): "the key's targets.ttft_seconds",
         (TargetOrigin.KEY, "targets.time_per_token_ms"): "the key's targets.time_per_token_seconds",
+        (TargetOrigin.KEY, "deadline_ms"): "the key's targets.deadline_seconds",
         (TargetOrigin.SERVER, "targets.ttft_ms"): "the server's --target-ttft-ms",
         (TargetOrigin.SERVER, "targets.time_per_token_ms"): "the server's --target-time-per-token-ms",
+        (TargetOrigin.SERVER, "deadline_ms"): "the server's --target-deadline-ms",
     }
 )
 # Where no target says how soon a prompt is due: so many times as long as it would take alone.
@@ -142,7 +144,8 @@ class Admission:
             answer = self._answer_seconds(request, call, call)
             wanted = request.deadline_seconds
             if wanted is not None and need + answer > _deadline_room(request):
-                return _unreachable("deadline_ms", wanted, (enough + answer) / _DEADLINE_PART * named_part)
+                least = (enough + answer) / _DEADLINE_PART * named_part
+                return _unreachable("deadline_ms", wanted, least, request.target_origins.deadline)
         if time_per_token is not None and not request.is_batch:
             least = self._times.model.seconds(call)
             if least > time_per_token * _TIME_PER_TOKEN_PART:

@@ -42,7 +42,7 @@ def urgency_of(head: RequestHead, terms: KeyTerms, arrival: float) -> Urgency:
     ttft = told or terms.targets.ttft_seconds
     if head.best_effort is True:
         ttft = None  # rather late than refused
-    deadline = _seconds(head.deadline_ms)
+    deadline = _seconds(head.deadline_ms) or terms.targets.deadline_seconds
     if ttft is None and deadline is None and head.priority is None and not terms.priority:
         return PLAIN
     return Urgency(

@@ -35,7 +35,8 @@ def configure(
     spec = spec_of(profile)
     config, _ = resolve(sourced, spec, facts_of(profile))
     options = sourced.options
-    targets = Targets(_seconds(options.target_ttft_ms), _seconds(options.target_time_per_token_ms))
+    wanted = (options.target_ttft_ms, options.target_time_per_token_ms, options.target_deadline_ms)
+    targets = Targets(*map(_seconds, wanted))
     return SimulatedServer(profile, config, spec, num_replicas, policy, targets)
 
 

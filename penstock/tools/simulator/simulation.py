@@ -158,6 +158,7 @@ class Simulation:
             ),
             arrival=sent,
             targets=self._server.targets,
+            deadline_seconds=self._server.targets.deadline_seconds,
         )
         query = RouteQuery(RequestHead(model=MODEL, prompt=prompt), model=MODEL, tenant="")
         measurement = Measurement(sent, input_tokens=planned.prompt.num_tokens)

@@ -50,6 +50,7 @@ def test_every_term_has_a_flag(store):
         "--weight": "2", "--priority": "3", "--models": "a, b", "--requests-per-minute": "1",
         "--input-tokens-per-minute": "2", "--output-tokens-per-minute": "3", "--concurrent-requests": "4",
         "--tokens-per-day": "5", "--longest-context": "6", "--ttft-seconds": "0.5", "--time-per-token-seconds": "0.1",
+        "--deadline-seconds": "60",
     }  # fmt: skip
     assert run("keys", "create", "alice", "--admin", *[part for pair in flags.items() for part in pair]) == 0
     (key,) = stored(store)
@@ -66,7 +67,7 @@ def test_every_term_has_a_flag(store):
             tokens_per_day=5,
             longest_context=6,
         ),
-        targets=Targets(ttft_seconds=0.5, time_per_token_seconds=0.1),
+        targets=Targets(ttft_seconds=0.5, time_per_token_seconds=0.1, deadline_seconds=60.0),
     )
 
 

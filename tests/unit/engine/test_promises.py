@@ -227,6 +227,22 @@ def test_a_target_that_the_request_did_not_state_is_told_by_where_it_stands(orig
     assert refused.last.error_param is None  # nothing that the caller sent is wrong
 
 
+@pytest.mark.parametrize(
+    ("origin", "setting"),
+    [
+        (TargetOrigin.KEY, "the key's targets.deadline_seconds: 5 ms"),
+        (TargetOrigin.SERVER, "the server's --target-deadline-ms: 5 ms"),
+    ],
+)
+def test_so_is_a_deadline(origin, setting):
+    engine, origins = VirtualEngine(known=H200_LLAMA_8B), TargetOrigins(deadline=origin)
+    refused = engine.submit(request("a", deadline_seconds=0.005, target_origins=origins))
+    assert refused.last is not None and refused.last.error is not None
+    assert refused.last.error.startswith(setting)
+    assert "give deadline_ms of at least" in refused.last.error
+    assert refused.last.error_param is None
+
+
 def test_a_moved_answer_keeps_the_time_per_token_that_it_was_promised():
     """As many tokens drawn elsewhere are no time that was saved here."""
     engine = VirtualEngine(known=H200_LLAMA_8B)

@@ -32,6 +32,24 @@ def test_the_request_is_heard_before_its_key_and_that_before_the_server():
     )
 
 
+@pytest.mark.parametrize(
+    ("asked", "key", "server", "seconds", "origin"),
+    [
+        (1500, 2.0, 3.0, 1.5, TargetOrigin.REQUEST),
+        (2500, 2.0, 3.0, 2.5, TargetOrigin.REQUEST),
+        (None, 2.0, 3.0, 2.0, TargetOrigin.KEY),
+        (None, None, 3.0, 3.0, TargetOrigin.SERVER),
+        (None, None, None, None, TargetOrigin.REQUEST),
+    ],
+)
+def test_a_deadline_is_the_requests_its_keys_or_the_servers(asked, key, server, seconds, origin):
+    fields = {} if asked is None else {"deadline_ms": asked}
+    terms = agree(wanted(**fields), KeyTerms(targets=Targets(deadline_seconds=key)), Targets(deadline_seconds=server))
+    assert terms.deadline_seconds == seconds
+    assert terms.target_origins.deadline is origin
+    assert terms.targets == NO_TARGETS  # which are the engine's
+
+
 def test_nobody_asks_for_more_than_its_key_allows():
     with pytest.raises(InvalidParameter, match="priority: 4 is not usable; give an integer from -10 to 3"):
         agree(wanted(priority=4), KeyTerms(priority=3), NO_TARGETS)
