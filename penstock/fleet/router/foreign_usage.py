@@ -26,6 +26,8 @@ _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 # A chunk with text in it: foreign servers send one for each token, or for few.
 _TEXT = re.compile(rb'"(?:content|text)"\s*:\s*"(?!")')
 _END = re.compile(rb"\r?\n\r?\n")
+_MOST_BEGUN_BYTES = 3  # of an end, when the last of it is yet to come
+_DATA = re.compile(rb"^data:", re.MULTILINE)
 _DONE = b"[DONE]"
 
 
@@ -111,6 +113,7 @@ class UsageReader:
         self._hides_usage = hides_usage
         self._rest = b""
         self._end = b""
+        self._is_too_large = False  # the event that has begun: it passes as it comes
         self._num_texts = 0
         self._is_told = False
 
@@ -128,15 +131,20 @@ class UsageReader:
         start = 0
         for end in _END.finditer(data):
             event, start = data[start : end.end()], end.end()
+            if self._is_too_large:
+                self._is_too_large = False
+                passed.append(event)
+                continue
             if _DONE in event and event.removeprefix(b"data:").strip() == _DONE:
                 self._rest, self._end = b"", event + data[start:]
                 return b"".join(passed)
             if self._take(event):
                 passed.append(event)
         self._rest = data[start:]
-        if len(self._rest) > _MAX_HELD_BYTES:
-            passed.append(self._rest)
-            self._rest = b""
+        if self._is_too_large or len(self._rest) > _MAX_HELD_BYTES:
+            self._is_too_large = True
+            passed.append(self._rest[:-_MOST_BEGUN_BYTES])
+            self._rest = self._rest[-_MOST_BEGUN_BYTES:]
         return b"".join(passed)
 
     def last_bytes(self) -> bytes:
@@ -153,11 +161,11 @@ class UsageReader:
     def _take(self, event: bytes) -> bool:
         """Read one event; return whether the caller gets it."""
         self._num_texts += len(_TEXT.findall(event))
-        start = event.find(b"data:")
-        if not _USAGE.search(event):
+        data = _DATA.search(event)
+        if data is None or not _USAGE.search(event):
             return True
         try:
-            answer = msgspec.json.decode(event[start + 5 :], type=_Answer)
+            answer = msgspec.json.decode(event[data.end() :], type=_Answer)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return True
         self._is_told = (answer.usage is not None and answer.usage.write_into(self._record)) or self._is_told

@@ -8,6 +8,7 @@ read) took longer than all else on the way to a first byte. Knows nothing of rou
 import asyncio
 import functools
 import math
+import select
 import ssl
 from collections.abc import Mapping
 from types import TracebackType
@@ -203,6 +204,13 @@ class _Connection(asyncio.Protocol):
     def is_fresh(self) -> bool:
         """Whether it can be expected to be open at the other end too."""
         return not self._transport.is_closing() and self._loop.time() - self._heard_at < self._idle_seconds
+
+    @property
+    def has_unread_bytes(self) -> bool:
+        """Whether something lies there, or the end does: nobody asked for it, and it would be the next answer."""
+        readable = select.poll()
+        readable.register(self._transport.get_extra_info("socket"), select.POLLIN)
+        return bool(readable.poll(0))
 
     def send(self, head: bytes, body: bytes) -> Answer:
         if self._transport.is_closing():
@@ -424,7 +432,7 @@ class ReplicaClient:
         idle = self._idle.get(url)
         while idle:
             connection = idle.pop()
-            if connection.is_fresh:
+            if connection.is_fresh and not connection.has_unread_bytes:
                 return connection
             connection.cut()
         return None

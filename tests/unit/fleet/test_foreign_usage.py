@@ -49,6 +49,27 @@ def test_however_a_stream_is_cut_up_it_passes_whole_and_tells_its_cost(end, cuts
     assert (noted.prompt_tokens, noted.output_tokens, noted.usage_source) == (3, 2, "")
 
 
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+@pytest.mark.parametrize("num_cut", [1, 2, 3, 500_000])
+def test_an_event_that_is_too_large_to_be_looked_at_passes_whole(end, num_cut):
+    events = [STREAM[0] + end, b"data: " + b"x" * 1_500_000 + STREAM[3] + end, STREAM[2] + end, STREAM[3] + end]
+    data = b"".join(events)
+    ends = set(itertools.accumulate(len(event) for event in events))
+    near_ends = {end - back for end in ends for back in range(6)} if num_cut < 6 else set()
+    places = sorted({0, len(data), *range(0, len(data), 500_000), *(at for at in near_ends if at % num_cut == 0)})
+    noted = record()
+    reader = UsageReader(noted, hides_usage=True)
+    passed = b"".join(reader.feed(data[a:b]) for a, b in itertools.pairwise(places))
+    assert passed + reader.last_bytes() == b"".join(events[:3])
+    assert (noted.prompt_tokens, noted.output_tokens) == (3, 2)
+
+
+def test_what_stands_within_a_line_is_no_usage():
+    data = b"x" + STREAM[3] + b"\n\n"
+    reader = UsageReader(record(), hides_usage=True)
+    assert reader.feed(data) + reader.last_bytes() == data
+
+
 @pytest.mark.parametrize(
     ("fields", "input_tokens", "most", "answers"),
     [

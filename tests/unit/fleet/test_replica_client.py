@@ -130,6 +130,20 @@ async def test_a_connection_that_cannot_be_trusted_is_not_used_again(answered: b
         assert script.num_connections == 2
 
 
+async def test_what_came_on_a_kept_connection_is_no_answer_to_what_is_asked_behind_it() -> None:
+    writers: list[asyncio.StreamWriter] = []
+
+    async def play(writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        writer.write(HELLO)
+
+    async with Script(play).running() as script, client() as made:
+        assert await (await post(made, script)).read(ALL) == b"hello"
+        writers[0].write(HELLO.replace(b"hello", b"wrong"))  # it is there, and the client had no time to see it
+        assert await (await post(made, script)).read(ALL) == b"hello"
+        assert script.num_connections == 2
+
+
 async def test_a_connection_that_nobody_uses_is_closed() -> None:
     async with saying(HELLO).running() as script, client(idle_seconds=0.05) as made:
         assert await (await post(made, script)).read(ALL) == b"hello"
