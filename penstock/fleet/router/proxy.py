@@ -35,6 +35,7 @@ from penstock.fleet.router.upstream import (
     RETRIED_STATUSES,
     UPSTREAM_ERRORS,
     error_code,
+    hides_callers_key,
     note_failure,
     note_refusal,
     read_error,
@@ -183,6 +184,14 @@ class Proxy:
                 if upstream.status in RETRIED_STATUSES or upstream.status == 429:
                     if await self._is_final(exchange, placement, upstream):
                         return exchange.error_response()
+                    return None
+                if upstream.status == 401 and hides_callers_key(replica, has_keys=exchange.has_keys):
+                    self._note_closed(exchange, replica, upstream.status)
+                    replica.breaker.on_failure("it does not take the gateway's key")
+                    closed = EngineUnavailable(
+                        "a replica does not take the gateway's key; the gateway's log says which"
+                    )
+                    self._note_failure(exchange, placement, reply_for(closed))
                     return None
                 if exchange.is_booked_here and upstream.status < 400 and upstream.is_encoded:
                     replica.breaker.on_failure("it compresses answers, though it is asked not to")

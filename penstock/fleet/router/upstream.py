@@ -91,6 +91,11 @@ def request_headers(given: MultiMapping[str], replica: Replica, request_id: str,
     return headers
 
 
+def hides_callers_key(replica: Replica, *, has_keys: bool) -> bool:
+    """Whether a replica never sees with which key its caller came, so that a refused key is none of the caller's."""
+    return replica.adapter.kind != "penstock" and (has_keys or replica.key_file is not None)
+
+
 def own_headers(replica: Replica) -> dict[str, str]:
     """Return the gateway's own key for a replica, where it has one."""
     if replica.key_file is None:

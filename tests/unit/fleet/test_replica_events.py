@@ -19,6 +19,8 @@ from tests.fakes.fake_replica import FakeReplica
 from tests.unit.fleet.conftest import QUICK, make_replica, running_gateway, until
 from tests.unit.fleet.test_gateway import framed
 
+DIGEST = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"  # of secret
+
 
 @pytest.fixture(autouse=True)
 def informed(caplog):
@@ -205,9 +207,21 @@ async def test_a_replica_that_refuses_a_key_of_the_gateways_is_a_line(caplog):
     async def refuse(replica, request, body):
         return web.json_response({"error": {"code": "invalid_api_key"}}, status=401)
 
-    digest = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"  # of secret
-    ring = KeyRing((ApiKey("alice", digest),), needs_keys=True)
+    ring = KeyRing((ApiKey("alice", DIGEST),), needs_keys=True)
     async with FakeReplica(answer=refuse).running() as one, running_gateway(one, ring=ring) as running:
         assert (await running.ask({"authorization": "Bearer secret"})).status == 401
     (line,) = lines(caplog, "a replica answers 401 to a key that this gateway knows")
     assert line == {"replica": one.name, "tenant": "alice"}
+
+
+async def test_a_foreign_replica_that_does_not_take_the_gateways_key_is_no_mistake_of_the_caller(caplog):
+    async def refuse(replica, request, body):
+        refusal = {"error": {"code": "invalid_api_key"}}
+        return web.json_response(refusal, status=401, headers={"www-authenticate": "Basic"})
+
+    ring = KeyRing((ApiKey("alice", DIGEST),), needs_keys=True)
+    async with FakeReplica(answer=refuse).running() as one, running_gateway(one, ring=ring, kind="vllm") as running:
+        response = await running.ask({"authorization": "Bearer secret"})
+        assert (response.status, (await response.json())["error"]["code"]) == (503, "engine_unavailable")
+        assert "www-authenticate" not in response.headers
+    assert lines(caplog, "a replica answers 401 to the gateway's own key")

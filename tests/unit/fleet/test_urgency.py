@@ -12,7 +12,9 @@ ARRIVAL = 100.0
 
 
 def urgency(body, **targets):
-    return urgency_of(read_head(msgspec.json.encode({"model": "tiny", **body})), KeyTerms(targets=Targets(**targets)), ARRIVAL)
+    return urgency_of(
+        read_head(msgspec.json.encode({"model": "tiny", **body})), KeyTerms(targets=Targets(**targets)), ARRIVAL
+    )
 
 
 @pytest.mark.parametrize(
