@@ -20,7 +20,7 @@ _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _SECRET = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
 _HOSTNAME = re.compile(r"(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)+")
-_IMAGE = re.compile(r"[\w][\w./:@-]*")
+_IMAGE = re.compile(r"\w[\w./-]*(:\d+/[\w./-]+)?(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", re.ASCII)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,20 +69,30 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def read_settings(table: Mapping[str, Any], flags: Mapping[str, Any]) -> Settings:
     """Return what the `[deploy]` table and the flags that were given (not None) make. Raises ConfigError."""
     given = {name: value for name, value in flags.items() if value is not None}
+
+    def option(name: str) -> str:
+        """Return what a person wrote for a setting."""
+        return f"--{name.replace('_', '-')}" if name in given else f"deploy.{name}"
+
+    values = {**table, **given}
+    if type(values.get("cpu")) in (int, float):
+        values["cpu"] = str(values["cpu"])  # the one quantity that people write as a number
     try:
-        settings = msgspec.convert({**table, **given}, Settings)
+        settings = msgspec.convert(values, Settings)
     except msgspec.ValidationError as error:
         unknown = [name for name in table if name not in Settings.__struct_fields__]
         if unknown:
             right = f"there is no such setting; the settings are: {', '.join(Settings.__struct_fields__)}"
             raise ConfigError(f"[deploy] {unknown[0]}"[:200], table[unknown[0]], right) from error
-        raise ConfigError("[deploy]", dict(table), f"{error}") from error
-    _check(settings, lambda name: f"--{name.replace('_', '-')}" if name in given else f"deploy.{name}")
+        expected, _, place = str(error).partition(" - at `$.")
+        name = place.rstrip("`")
+        raise ConfigError(option(name), values[name], expected.replace("Expected", "it must be", 1)) from error
+    _check(settings, option)
     return settings
 
 
 def _check(settings: Settings, option: Callable[[str], str]) -> None:
-    """Raise ConfigError. `option` says what a person wrote for a setting."""
+    """Raise ConfigError."""
     patterns = {
         "name": (_NAME, "small letters, digits and dashes, a letter first and no dash last, at most 40"),
         "namespace": (_NAMESPACE, "small letters, digits and dashes, no dash first or last, at most 63"),

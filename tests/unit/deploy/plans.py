@@ -20,7 +20,7 @@ host = "10.0.0.1"
 [deploy]
 name = "qwen"
 namespace = "models"
-image = "registry.example.com/team/penstock@sha256:0123"
+image = "registry.example.com/team/penstock@sha256:0123012301230123012301230123012301230123012301230123012301230123"
 image_pull_secret = "registry"
 replicas = 0
 max_replicas = 3

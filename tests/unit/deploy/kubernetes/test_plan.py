@@ -286,6 +286,33 @@ def test_an_unknown_setting_is_named(tmp_path):
         make_plan(gather({}, environ={}, file=config), None, {})
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("memory = 32", r"deploy\.memory: 32 is not usable; it must be `str`"),
+        ("gpus = 1.5", r"deploy\.gpus: 1\.5 "),
+        ('image = "penstock@sha256:12"', r"deploy\.image: "),
+        ('image = "a:b:c"', r"deploy\.image: "),
+    ],
+)
+def test_a_setting_that_is_not_usable_is_named(tmp_path, line, said):
+    config = tmp_path / "penstock.toml"
+    config.write_text(f"[deploy]\n{line}\n")
+    with pytest.raises(ConfigError, match=said):
+        make_plan(gather({}, environ={}, file=config), None, {})
+
+
+@pytest.mark.parametrize(
+    "image", ["penstock", "registry:5000/a/penstock:1.2", "ghcr.io/a/penstock:1.2@sha256:" + "0a" * 32]
+)
+def test_images_have_registries_tags_and_digests(image):
+    assert read_settings({"image": image}, {}).image == image
+
+
+def test_cores_may_be_written_as_a_number():
+    assert read_settings({"cpu": 4}, {}).cpu == "4"
+
+
 def test_a_file_that_is_wrong_is_told_before_anything_is_deployed(tmp_path):
     prefixes = tmp_path / "prefixes.toml"
     prefixes.write_text("nothing = 1\n")
