@@ -3,11 +3,16 @@
 Knows nothing of how replicas are chosen, sent to or tried again.
 """
 
+import asyncio
+import time
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from aiohttp import web
 from multidict import CIMultiDict
 
+from penstock.errors import DeadlineExceeded
 from penstock.fleet.rollout.trial import Trial
 from penstock.fleet.router.account import Account
 from penstock.fleet.router.decisions import ROUTE_HEADER, Decision
@@ -15,9 +20,14 @@ from penstock.fleet.router.foreign_usage import asking_for_usage
 from penstock.fleet.router.query import RouteQuery
 from penstock.fleet.router.replica_client import Answer
 from penstock.fleet.router.upstream import response_headers
-from penstock.fleet.router.urgency import Urgency
+from penstock.fleet.router.urgency import Urgency, with_time_left
 from penstock.protocol.errors import ErrorReply
 from penstock.telemetry import RequestRecord
+
+T = TypeVar("T")
+
+# Whoever has waited less before it is sent need not say what is left of the times that its key states.
+_UNSAID_SECONDS = 0.01
 
 
 @dataclass(slots=True)
@@ -38,6 +48,7 @@ class Exchange:
     is_counted_here: bool = False  # by the gateway, and not by the replica that has it
     avoid: set[str] = field(default_factory=set)
     blamed: set[str] = field(default_factory=set)  # URLs of replicas that broke its stream, once or more often
+    ends_at: float | None = None  # its deadline, where the replica that has it knows nothing of deadlines
     full_since: float | None = None  # replicas have said that they are full, and none has answered
     num_failures: int = 0  # in a row
     num_breaks: int = 0  # of its stream, in all
@@ -53,6 +64,29 @@ class Exchange:
     def is_booked_here(self) -> bool:
         """Whether what it costs must be known here."""
         return self.account.is_kept and self.is_counted_here
+
+    @property
+    def has_expired(self) -> bool:
+        """Whether its deadline has passed: no replica need try it any more."""
+        return self.urgency.deadline is not None and time.monotonic() >= self.urgency.deadline
+
+    def expire(self) -> DeadlineExceeded:
+        """Return what to raise because it has: that is the request's own end, and nobody's failure."""
+        self.record.error_code = DeadlineExceeded.code
+        return DeadlineExceeded("its deadline passed before the answer was complete; give it more time")
+
+    async def in_time(self, what: Awaitable[T]) -> T:
+        """Wait for something of a replica. Raises TimeoutError at the deadline, where the replica knows of none."""
+        if self.ends_at is None:
+            return await what
+        async with asyncio.timeout_at(self.ends_at):
+            return await what
+
+    def with_time_left(self, body: bytes, *, has_begun: bool) -> bytes:
+        """Return a body for a server of ours, which knows of deadlines, as it must be sent now."""
+        now = time.monotonic()
+        leaves_keys = not self.is_counted_here and now - self.record.arrival < _UNSAID_SECONDS
+        return with_time_left(body, self.urgency, now, has_begun=has_begun, leaves_keys=leaves_keys)
 
     def replica_body(self) -> bytes:
         """Return the body for the replica: where we must count, with the wish to know its cost."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from penstock.errors import DeadlineExceeded
 from penstock.fleet.rollout.trial import Trial
 from penstock.fleet.router.dispatch import Placement
 from penstock.fleet.router.downstream import Downstream
@@ -54,6 +55,11 @@ class FramedStream:
         """Whether the caller has any of it."""
         return self._head is not None
 
+    @property
+    def is_late(self) -> bool:
+        """Whether its deadline ended it, which another replica would have to keep as well."""
+        return self.reader.failure == DeadlineExceeded.code
+
     def start_over(self) -> None:
         """Forget what the caller has not seen: another replica goes on behind the rest."""
         if self.has_begun:
@@ -89,7 +95,10 @@ class FramedStream:
                     return
                 if reader.failure is not None:
                     self.why = f"it gave up with {reader.failure}"
-                    note_refusal(placement.replica, 500, reader.failure, self._blamed)
+                    if self.is_late:
+                        breaker.on_success()
+                    else:
+                        note_refusal(placement.replica, 500, reader.failure, self._blamed)
                     return
             self.why = "it ended a stream early"
             blame(placement.replica, self.why, self._blamed)

@@ -14,9 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import web
-from multidict import CIMultiDict
 
-from penstock.errors import AnswerTooLarge, EngineFailed, EngineUnavailable, LimitReached, Overloaded, PenstockError
+from penstock.errors import (
+    AnswerTooLarge,
+    DeadlineExceeded,
+    EngineFailed,
+    EngineUnavailable,
+    LimitReached,
+    Overloaded,
+    PenstockError,
+)
 from penstock.fleet.event_log import EventLog
 from penstock.fleet.replica import Replica
 from penstock.fleet.rollout.shadow import ShadowCopy
@@ -35,6 +42,7 @@ from penstock.fleet.router.upstream import (
     RETRIED_STATUSES,
     UPSTREAM_ERRORS,
     error_code,
+    first_events,
     hides_callers_key,
     note_failure,
     note_refusal,
@@ -43,8 +51,9 @@ from penstock.fleet.router.upstream import (
     request_headers,
     response_headers,
     retry_after_seconds,
+    with_retry_after,
 )
-from penstock.fleet.router.urgency import Urgency, with_time_left
+from penstock.fleet.router.urgency import Urgency
 from penstock.protocol.errors import ErrorReply, reply_for
 from penstock.protocol.frames import FRAMES_HEADER
 from penstock.protocol.prompt_note import PROMPT_HEADER, PromptNote, decode_note
@@ -82,6 +91,7 @@ class _Passage:
     placement: Placement
     upstream: Answer
     downstream: Downstream
+    begun: bytes  # that came of it
     sift: Callable[[bytes], bytes] | None = None  # returns what the caller gets of it; None: all
 
 
@@ -139,7 +149,7 @@ class Proxy:
                 exchange.account.fail(exchange.record, exchange.refusal.status)
                 exchange.decision.refuse(str(error), time.monotonic() - exchange.record.arrival)
                 # The replica's own refusal says more, but perhaps not when to try again.
-                exchange.refusal = _with_retry_after(exchange.refusal, reply_for(error))
+                exchange.refusal = with_retry_after(exchange.refusal, reply_for(error))
                 return exchange.error_response()
             exchange.trial = self._trials.begin(exchange.query, placement.replica)
             try:
@@ -171,6 +181,9 @@ class Proxy:
     async def _attempt(self, exchange: Exchange, placement: Placement) -> web.StreamResponse | None:
         """Send the request to one replica; None where another should be tried."""
         replica = placement.replica
+        if exchange.has_expired:
+            raise exchange.expire()
+        exchange.ends_at = None if replica.adapter.counts_usage else exchange.urgency.deadline
         exchange.is_counted_here = replica.is_counted_here
         if exchange.is_counted_here:
             await exchange.account.open(exchange.record, self._dispatcher.max_context_tokens(exchange.query.model))
@@ -179,8 +192,8 @@ class Proxy:
         try:
             body = exchange.replica_body()
             if replica.adapter.counts_usage:  # a server of ours: it knows of deadlines
-                body = with_time_left(body, exchange.urgency, time.monotonic(), has_begun=False)
-            async with await self._open(exchange, placement, body) as upstream:
+                body = exchange.with_time_left(body, has_begun=False)
+            async with await exchange.in_time(self._open(exchange, placement, body)) as upstream:
                 if upstream.status in RETRIED_STATUSES or upstream.status == 429:
                     if await self._is_final(exchange, placement, upstream):
                         return exchange.error_response()
@@ -198,11 +211,15 @@ class Proxy:
                     unread = EngineFailed("a replica compressed its answer, so that nobody could read what it cost")
                     self._note_failure(exchange, placement, reply_for(unread))
                     return None
-                self._note_first_byte(exchange, placement, upstream)
                 if upstream.media_type == "text/event-stream" and upstream.status < 400:
-                    return await self._pass_events(exchange, placement, upstream)
+                    begun = await exchange.in_time(first_events(upstream))
+                    self._note_first_byte(exchange, placement, upstream, is_first_token=True)
+                    return await self._pass_events(exchange, placement, upstream, begun)
+                self._note_first_byte(exchange, placement, upstream)
                 return await self._pass_plain(exchange, placement, upstream)
         except UPSTREAM_ERRORS as error:
+            if exchange.has_expired and isinstance(error, TimeoutError):
+                raise exchange.expire() from None
             note_failure(replica, error)
             self._note_failure(exchange, placement, reply_for(EngineFailed("a replica failed before it answered")))
             return None
@@ -212,7 +229,7 @@ class Proxy:
         must_read = exchange.is_booked_here and upstream.status < 400
         most_bytes = _READ_BYTES if must_read else _HELD_BYTES
         is_larger = (upstream.num_declared_bytes or 0) > most_bytes
-        begun = b"" if is_larger else await upstream.read(most_bytes)
+        begun = b"" if is_larger else await exchange.in_time(upstream.read(most_bytes))
         if upstream.status in (401, 403):
             self._note_closed(exchange, placement.replica, upstream.status)
         elif upstream.status == 404:
@@ -297,7 +314,7 @@ class Proxy:
         return await self._client.post(replica.url, exchange.request.rel_url.raw_path, headers, body)
 
     async def _is_final(self, exchange: Exchange, placement: Placement, upstream: Answer) -> bool:
-        """Take a refusal in; return whether it is the caller's own limit, which holds everywhere."""
+        """Take a refusal in; return whether it is the caller's own limit or deadline, which holds everywhere."""
         body = await read_error(upstream.read)
         code = error_code(body)
         reply = refusal_reply(upstream.status, code or "upstream_error", body, response_headers(upstream.headers))
@@ -309,6 +326,11 @@ class Proxy:
             exchange.full_since = exchange.full_since or time.monotonic()
             self._dispatcher.note_full(placement.replica, retry_after_seconds(upstream.headers))
             return False
+        if code == DeadlineExceeded.code:
+            exchange.refusal = reply
+            exchange.account.fail(exchange.record, upstream.status)
+            placement.replica.breaker.on_success()
+            return True
         # One request that a server cannot digest must not have it ejected, however often it is tried there.
         if placement.replica.url not in exchange.avoid:
             note_refusal(placement.replica, upstream.status, code)
@@ -317,14 +339,16 @@ class Proxy:
 
     # ------------------------------------------------------------ streams
 
-    async def _pass_events(self, exchange: Exchange, placement: Placement, upstream: Answer) -> web.StreamResponse:
+    async def _pass_events(
+        self, exchange: Exchange, placement: Placement, upstream: Answer, begun: bytes
+    ) -> web.StreamResponse:
         response = web.StreamResponse(status=upstream.status, headers=exchange.answer_headers(upstream))
         downstream = await begin_stream(exchange.request, response)
         carry = self._carry_frames if upstream.headers.get(FRAMES_HEADER) is not None else self._carry
         if exchange.is_booked_here:
             reader = UsageReader(exchange.record, hides_usage=exchange.hides_usage)
             try:
-                is_whole = await carry(_Passage(exchange, placement, upstream, downstream, reader.feed))
+                is_whole = await carry(_Passage(exchange, placement, upstream, downstream, begun, reader.feed))
             finally:
                 reader.note_cost()
             if is_whole:
@@ -332,7 +356,7 @@ class Proxy:
                 if rest := reader.last_bytes():
                     await downstream.write(rest)
         else:
-            is_whole = await carry(_Passage(exchange, placement, upstream, downstream))
+            is_whole = await carry(_Passage(exchange, placement, upstream, downstream, begun))
         if is_whole:
             await downstream.end()
         return response
@@ -341,26 +365,27 @@ class Proxy:
         """Pass a stream on, to its end. False: it broke, and ended with an error event."""
         exchange, placement, downstream = passage.exchange, passage.placement, passage.downstream
         sift = passage.sift
-        is_first, passed_last = True, b""
+        data, passed_last = passage.begun, b""
         try:
-            while data := await passage.upstream.read_any():
+            while data := data or await exchange.in_time(passage.upstream.read_any()):
                 placement.replica.breaker.on_answer()
-                if is_first:
-                    is_first = False
-                    placement.note_first_byte(None, is_first_token=True)
                 if passed := data if sift is None else sift(data):
                     passed_last = passed
                     await downstream.write(passed)
                 if exchange.trial is not None:
                     exchange.trial.feed(data)
+                data = b""
         except UPSTREAM_ERRORS as error:
+            if passed_last and not passed_last.endswith((b"\n\n", b"\r\n\r\n")):
+                await downstream.write(b"\n\n")  # or the error would be the rest of an event that broke off
+            if exchange.has_expired and isinstance(error, TimeoutError):
+                await _end_late(exchange, downstream)
+                return False
             why = "its caller read too slowly"
             if not downstream.was_slow:
                 why = note_failure(placement.replica, error)
                 if exchange.trial is not None:
                     exchange.trial.fail()
-            if passed_last and not passed_last.endswith((b"\n\n", b"\r\n\r\n")):
-                await downstream.write(b"\n\n")  # or the error would be the rest of an event that broke off
             await self._end_with_error(exchange, placement.replica, why, downstream)
             return False
         placement.replica.breaker.on_success()
@@ -377,7 +402,7 @@ class Proxy:
         if exchange.trial is not None:
             stream.tell(exchange.trial)
         failure_events, cause = b"", _Break(placement.replica, stream.why, time.monotonic())
-        while not stream.reader.finished and self._may_go_on(exchange, stream):
+        while not (stream.reader.finished or stream.is_late) and self._may_go_on(exchange, stream):
             placement.release()
             exchange.avoid.add(placement.replica.url)
             failure_events = stream.reader.failure_events or failure_events
@@ -391,7 +416,9 @@ class Proxy:
                     cause = _Break(placement.replica, stream.why, time.monotonic())
             finally:
                 placement.release()
-        if not stream.reader.finished:
+        if stream.is_late or (exchange.has_expired and not stream.reader.finished):
+            await _end_late(exchange, passage.downstream, stream.reader.failure_events)
+        elif not stream.reader.finished:
             exchange.account.lose()
             await self._end_with_error(exchange, placement.replica, stream.why, passage.downstream, failure_events)
         return stream.reader.finished
@@ -399,6 +426,8 @@ class Proxy:
     @staticmethod
     def _may_go_on(exchange: Exchange, stream: FramedStream) -> bool:
         """Count that a stream broke; return whether another replica may be tried."""
+        if exchange.has_expired:
+            return False
         if stream.num_tokens - stream.num_tokens_before >= _PROGRESS_TOKENS:
             exchange.note_progress()
         exchange.num_failures += 1
@@ -416,18 +445,13 @@ class Proxy:
     async def _go_on(self, exchange: Exchange, placement: Placement, stream: FramedStream, cause: _Break) -> bool:
         """Have a replica go on with a stream behind what the caller has seen; return whether it did."""
         has_moved = False
-        body = with_time_left(
-            stream.continuation(exchange.replica_body()),
-            exchange.urgency,
-            time.monotonic(),
-            has_begun=stream.has_begun,
-        )
+        body = exchange.with_time_left(stream.continuation(exchange.replica_body()), has_begun=stream.has_begun)
         try:
             async with await self._open(exchange, placement, body, stream.lease) as upstream:
                 if upstream.status != 200 or upstream.headers.get(FRAMES_HEADER) is None:
                     code = error_code(await read_error(upstream.read))
                     stream.why = f"it answered {upstream.status} {code}".rstrip()
-                    if code == LimitReached.code:
+                    if code in (LimitReached.code, DeadlineExceeded.code):
                         return False  # the tenant's, and not the replica's
                     if upstream.status == 429:
                         self._dispatcher.note_full(placement.replica, retry_after_seconds(upstream.headers))
@@ -479,13 +503,14 @@ class Proxy:
             asyncio.get_running_loop().call_soon(self._trials.end, exchange.query, trial, copy)
 
     @staticmethod
-    def _note_first_byte(exchange: Exchange, placement: Placement, upstream: Answer) -> None:
+    def _note_first_byte(
+        exchange: Exchange, placement: Placement, upstream: Answer, *, is_first_token: bool = False
+    ) -> None:
         decision = exchange.decision
         exchange.record.ttft_seconds = decision.ttft_seconds = time.monotonic() - exchange.record.arrival
         note = Proxy._note_prompt(exchange, placement, upstream)
-        # Ours begin to answer with the first token; others may send a stream's head at once.
-        if note is not None or not exchange.streams:
-            placement.note_first_byte(note, is_first_token=exchange.streams)
+        if is_first_token or not exchange.streams:
+            placement.note_first_byte(note, is_first_token=is_first_token)
 
     @staticmethod
     def _note_prompt(exchange: Exchange, placement: Placement, upstream: Answer) -> PromptNote | None:
@@ -515,9 +540,8 @@ class Proxy:
         exchange.avoid.add(placement.replica.url)
 
 
-def _with_retry_after(refusal: ErrorReply, own: ErrorReply) -> ErrorReply:
-    if any(name.lower().startswith("retry-after") for name in refusal.headers):
-        return refusal
-    headers = CIMultiDict(refusal.headers)
-    headers.update(own.headers)
-    return dataclasses.replace(refusal, headers=headers)
+async def _end_late(exchange: Exchange, downstream: Downstream, events: bytes = b"") -> None:
+    """End a stream because its deadline has passed, with the replica's word for it where there is one."""
+    reply = reply_for(exchange.expire())
+    await downstream.write(events or b"data: %b\n\n" % reply.body)
+    await downstream.end()

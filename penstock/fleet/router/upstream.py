@@ -4,6 +4,7 @@ Knows nothing of policies or of the caller's connection.
 """
 
 import asyncio
+import dataclasses
 import errno
 import math
 import ssl
@@ -18,7 +19,7 @@ from yarl import URL
 from penstock.errors import EngineFailed, EngineUnavailable, Overloaded
 from penstock.fleet.config import HealthSection
 from penstock.fleet.replica import Replica
-from penstock.fleet.router.replica_client import ReplicaUnreachable
+from penstock.fleet.router.replica_client import Answer, ReplicaLost, ReplicaUnreachable
 from penstock.protocol.errors import ErrorReply, reply_for
 from penstock.protocol.frames import FRAMES_HEADER
 from penstock.protocol.identity import IDENTITY_HEADER
@@ -29,6 +30,7 @@ from penstock.protocol.voucher import VOUCHER_HEADER
 UPSTREAM_ERRORS = (aiohttp.ClientError, ConnectionError, asyncio.TimeoutError)
 RETRIED_STATUSES = frozenset({500, 502, 503, 504})
 _MAX_ERROR_BYTES = 64 * 1024
+_MAX_COMMENT_BYTES = 64 * 1024
 _NO_WAY_THERE = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH})
 
 _NOT_SENT = frozenset(
@@ -141,12 +143,37 @@ def refusal_reply(status: int, code: str, body: bytes, headers: CIMultiDict[str]
     return ErrorReply(status, code, body, headers)
 
 
+def with_retry_after(refusal: ErrorReply, own: ErrorReply) -> ErrorReply:
+    """Return a replica's refusal, with what the gateway's own says of when to try again where it says nothing."""
+    if any(name.lower().startswith("retry-after") for name in refusal.headers):
+        return refusal
+    headers = CIMultiDict(refusal.headers)
+    headers.update(own.headers)
+    return dataclasses.replace(refusal, headers=headers)
+
+
 async def read_beginning(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
     """Return an answer's body, or so much of its beginning. Raises aiohttp.ClientError, TimeoutError."""
     body = bytearray()
     while len(body) < most_bytes and (data := await response.content.read(most_bytes - len(body))):
         body += data
     return bytes(body)
+
+
+async def first_events(answer: Answer) -> bytes:
+    """Return how a stream begins: before that another replica may answer. Nothing, where it is framed.
+
+    Frames come with their first token. Others may send a stream's head at once, and comments. Raises ReplicaLost.
+    """
+    if answer.headers.get(FRAMES_HEADER) is not None:
+        return b""
+    begun = b""
+    while b"data:" not in begun and len(begun) < _MAX_COMMENT_BYTES:
+        data = await answer.read_any()
+        if not data:
+            raise ReplicaLost("a stream ended before it began")
+        begun += data
+    return begun
 
 
 def error_code(body: bytes) -> str:

@@ -1,6 +1,7 @@
 """How soon a request must be served and before whom: the caller's word, within what its key grants.
 
-Values that make no sense count as not given; the replica refuses them. Knows nothing of queues or replicas.
+Values that make no sense are nobody's wish here, and go to the replica as they are: it refuses them. Knows nothing of
+queues or replicas.
 """
 
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from penstock.request import MAX_PRIORITY
 from penstock.tenants import KeyTerms
 
 _LEAST_MS = 1.0  # a replica takes no less, and will say itself that it is too late
+_MOST_MS = 604_800_000.0  # nor more; a key may state more
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class Urgency:
     priority: int = 0
     deadline: float | None = None  # when the whole answer is worth nothing any more
     first_token_by: float | None = None
+    is_keys_deadline: bool = False  # the request itself states none
+    is_keys_ttft: bool = False
 
     @property
     def latest(self) -> float | None:
@@ -37,39 +41,52 @@ PLAIN = Urgency()
 
 def urgency_of(head: RequestHead, terms: KeyTerms, arrival: float) -> Urgency:
     """Return what a request that arrived at `arrival` wants."""
-    wanted = head.targets
-    told = _seconds(wanted.get("ttft_ms")) if wanted is not None and isinstance(wanted, Mapping) else None
-    ttft = told or terms.targets.ttft_seconds
+    ttft, is_keys_ttft = _stated(_ttft_of(head.targets), terms.targets.ttft_seconds)
     if head.best_effort is True:
         ttft = None  # rather late than refused
-    deadline = _seconds(head.deadline_ms) or terms.targets.deadline_seconds
+    deadline, is_keys_deadline = _stated(head.deadline_ms, terms.targets.deadline_seconds)
     if ttft is None and deadline is None and head.priority is None and not terms.priority:
         return PLAIN
     return Urgency(
         priority=_priority(head.priority, terms.priority),
         deadline=None if deadline is None else arrival + deadline,
         first_token_by=None if ttft is None else arrival + ttft,
+        is_keys_deadline=is_keys_deadline,
+        is_keys_ttft=is_keys_ttft,
     )
 
 
-def with_time_left(body: bytes, urgency: Urgency, now: float, *, has_begun: bool) -> bytes:
+def with_time_left(body: bytes, urgency: Urgency, now: float, *, has_begun: bool, leaves_keys: bool = False) -> bytes:
     """Return a request as a replica must see it now: what passed since it arrived here is gone.
 
-    Whoever `has_begun` to answer has sent its first token: a replica that goes on with it asks for none in time, and
-    keeps the time per token as far as it can.
+    With `leaves_keys` the replica knows itself what the caller's key states, and hardly any time has passed. Whoever
+    `has_begun` to answer has sent its first token: a replica that goes on with it asks for none in time, and keeps the
+    time per token as far as it can.
     """
-    if (urgency.deadline if has_begun else urgency.latest) is None:
+    deadline = None if urgency.is_keys_deadline and leaves_keys else urgency.deadline
+    first_token_by = None if has_begun or (urgency.is_keys_ttft and leaves_keys) else urgency.first_token_by
+    if deadline is None and first_token_by is None:
         return body
     document = read_document(body)
-    if urgency.deadline is not None:
-        document["deadline_ms"] = _left_ms(urgency.deadline, now)
-    if urgency.first_token_by is not None and not has_begun:
-        document["targets"] = {**(document.get("targets") or {}), "ttft_ms": _left_ms(urgency.first_token_by, now)}
+    if deadline is not None:
+        document["deadline_ms"] = _left_ms(deadline, now)
+    if first_token_by is not None:
+        document["targets"] = {**(document.get("targets") or {}), "ttft_ms": _left_ms(first_token_by, now)}
     return msgspec.json.encode(document)
 
 
 def _left_ms(moment: float, now: float) -> float:
-    return max(_LEAST_MS, round((moment - now) * 1000, 3))
+    return min(max(_LEAST_MS, round((moment - now) * 1000, 3)), _MOST_MS)
+
+
+def _ttft_of(targets: Any) -> Any:
+    """Return what a request's targets say of a first token; None where they say nothing of it."""
+    return targets.get("ttft_ms") if isinstance(targets, Mapping) else targets
+
+
+def _stated(asked: Any, granted: float | None) -> tuple[float | None, bool]:
+    """Return the seconds that a request asks for or, where it says nothing, its key's; and whether it is those."""
+    return (granted, granted is not None) if asked is None else (_seconds(asked), False)
 
 
 def _priority(wanted: Any, granted: int | None) -> int:
@@ -81,6 +98,6 @@ def _priority(wanted: Any, granted: int | None) -> int:
 def _seconds(milliseconds: Any) -> float | None:
     if milliseconds is None or isinstance(milliseconds, bool) or not isinstance(milliseconds, int | float):
         return None
-    if not 0 < milliseconds < 1e12:
+    if not 0 < milliseconds <= _MOST_MS:
         return None
     return milliseconds / 1000
