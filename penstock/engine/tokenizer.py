@@ -135,6 +135,11 @@ class Tokenizer:
         return self._pieces.texts
 
     @property
+    def token_names(self) -> Mapping[int, str]:
+        """`token_text` of every id; where its bytes are not whole characters the bytes, so that it is no other's."""
+        return self._pieces.names
+
+    @property
     def token_byte_values(self) -> Mapping[int, tuple[int, ...]]:
         """`token_bytes` of every id, as numbers."""
         return self._pieces.byte_values
@@ -256,6 +261,13 @@ def _fallbacks(stop: str) -> list[int]:
     return lengths
 
 
+def _name(data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{value:02x}" for value in data)  # as OpenAI writes them
+
+
 class _Pieces:
     """The bytes of each token, which depend on how the tokenizer writes bytes as characters."""
 
@@ -284,6 +296,7 @@ class _Pieces:
         self._backend = backend
         self._known: dict[int, bytes] = {}
         self.texts = _Found(lambda token_id: self.to_bytes(token_id).decode("utf-8", "replace"))
+        self.names = _Found(lambda token_id: _name(self.to_bytes(token_id)))
         self.byte_values = _Found(lambda token_id: tuple(self.to_bytes(token_id)))
 
     def _longest(self, backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> int:

@@ -73,8 +73,8 @@ def _scores(
 ) -> CompletionLogprobs:
     """Return what is told of a prompt's tokens from place `start` on. Of its first token nothing is known."""
     num_unknown = len(token_ids) if logprobs is None else int(start == 0)
-    texts = [tokenizer.token_texts[token_id] for token_id in token_ids[:num_unknown]]
-    unknown = CompletionLogprobs(texts, [None] * num_unknown, [None] * num_unknown, offsets[:num_unknown])
+    names = [tokenizer.token_names[token_id] for token_id in token_ids[:num_unknown]]
+    unknown = CompletionLogprobs(names, [None] * num_unknown, [None] * num_unknown, offsets[:num_unknown])
     if logprobs is None:
         return unknown
     found = logprobs.read(start + num_unknown - 1, token_ids[num_unknown:])

@@ -18,18 +18,18 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[ScoredToken]) -> Choice
 
 def completion_logprobs(tokenizer: Tokenizer, tokens: Iterable[ScoredToken], *, base: int) -> CompletionLogprobs:
     """`base` is where the answer begins in the text that the caller gets."""
-    text_of = tokenizer.token_texts
-    texts, logprobs, tops, offsets = [], [], [], []
+    name_of = tokenizer.token_names  # of which there is one for each: the likeliest are told by name
+    names, logprobs, tops, offsets = [], [], [], []
     for token in tokens:
         score = token.score
-        text, own = text_of[score.token_id], _finite(score.logprob)
-        top = dict(zip([text_of[token_id] for token_id in score.top_ids], _all_finite(score.top_logprobs), strict=True))
-        top[text] = own
-        texts.append(text)
+        name, own = name_of[score.token_id], _finite(score.logprob)
+        top = dict(zip([name_of[token_id] for token_id in score.top_ids], _all_finite(score.top_logprobs), strict=True))
+        top[name] = own
+        names.append(name)
         logprobs.append(own)
         tops.append(top)
         offsets.append(base + token.offset)
-    return CompletionLogprobs(texts, list(logprobs), list(tops), offsets)
+    return CompletionLogprobs(names, list(logprobs), list(tops), offsets)
 
 
 def _content_logprob(tokenizer: Tokenizer, score: TokenLogprob) -> ContentLogprob:

@@ -185,6 +185,14 @@ def test_the_bytes_of_tokens_add_up_to_the_text(smollm2: Tokenizer) -> None:
     assert b"".join(smollm2.token_bytes(token_id) for token_id in ids) == text.encode()
 
 
+def test_no_two_tokens_have_one_name(smollm2: Tokenizer) -> None:
+    names = [smollm2.token_names[token_id] for token_id in range(smollm2.vocab_size)]
+    assert len(set(names)) == len(names)
+    first, *_ = smollm2.encode("😀", add_special=False)
+    assert smollm2.token_names[first].startswith("bytes:\\xf0\\x9f")
+    assert smollm2.token_text(first) == "\ufffd"
+
+
 def test_ids_that_do_not_exist_are_nothing(smollm2: Tokenizer) -> None:
     assert smollm2.decode([10**9, 49152, smollm2.encode("a", add_special=False)[0]]) == "a"
     assert smollm2.token_bytes(49152) == b""

@@ -178,11 +178,11 @@ async def test_a_long_prompt_is_echoed_in_pieces_that_add_up(short, monkeypatch)
     assert answer["text"] == "aé" * 300
     scores = answer["logprobs"]
     assert scores["token_logprobs"] == [None, *own]
-    texts = short.tokenizer.token_texts
+    names = short.tokenizer.token_names
     places = zip(ids, prompt[1:], own, strict=True)
     assert scores["top_logprobs"] == [
         None,
-        *[{texts[best]: score, texts[token]: score} for best, token, score in places],
+        *[{names[best]: score, names[token]: score} for best, token, score in places],
     ]
     assert len(taken) >= 900 * (4 + 1) // ENTRIES_A_PASS and set(taken) == {ENTRIES_A_PASS}
 
