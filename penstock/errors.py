@@ -174,8 +174,9 @@ class MalformedBody(RequestError):
 class BodyTooLarge(RequestError):
     code = "body_too_large"
 
-    def __init__(self, max_bytes: int) -> None:
-        super().__init__(f"the request body is larger than the limit of {max_bytes} bytes")
+    def __init__(self, max_bytes: int, declared_bytes: int | None = None) -> None:
+        size = "" if declared_bytes is None else f" of {declared_bytes} bytes"
+        super().__init__(f"the request body{size} is larger than the limit of {max_bytes} bytes; send less at once")
 
 
 class HeadTooLarge(RequestError):

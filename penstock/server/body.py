@@ -74,7 +74,7 @@ async def read_request(
     check_json(request.headers)
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
-        raise BodyTooLarge(max_bytes)
+        raise BodyTooLarge(max_bytes, int(declared))
     body = bytearray()
     async for chunk in request.stream():
         body += chunk

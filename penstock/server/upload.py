@@ -35,7 +35,7 @@ class Upload:
         boundary = _boundary(request)
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > max_bytes + _FORM_BYTES:
-            raise BodyTooLarge(max_bytes)
+            raise BodyTooLarge(max_bytes, int(declared))
         self._parser = MultipartParser(
             boundary,
             {

@@ -321,7 +321,7 @@ async def read_body(request: web.Request, max_bytes: int, connections: Connectio
     data = content.read_nowait()
     pieces, size, is_whole = [data], len(data), content.at_eof()
     if not is_whole and (request.content_length or 0) > max_bytes:
-        raise BodyTooLarge(max_bytes)
+        raise BodyTooLarge(max_bytes, request.content_length)
     clock = None if is_whole else BodyClock(request, connections)
     try:
         while clock is not None and (data := await clock.next()):
