@@ -4,7 +4,7 @@ Tells a full fleet (429) from one that is not there (503). Knows nothing of HTTP
 """
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from penstock.errors import EngineUnavailable, Overloaded, UnknownModel
@@ -126,8 +126,9 @@ class Dispatcher:
             seconds = min(seconds, latest - self._pool.clock())
         # As it is now: should the versions' shares change meanwhile, some may wait a moment longer than they need.
         want = Want(self._split.versions_for(wish.query), wish.must_frame, wish.counted_here)
+        before = lane.room.wants_before(wish.query.tenant, wish.urgency.priority, latest) if is_there else {}
         # Only behind others, who keep the estimate fresh.
-        if is_there and lane.room.wants[want] and self._observed_wait(lane, wish) > seconds:
+        if before.get(want) and self._observed_wait(lane, wish, before) > seconds:
             raise self._overloaded(lane, wish, f"a place is expected only after more than {max(0.0, seconds):.3g} s")
         self._lanes.setdefault(model, lane)  # or nobody would call those who wait for a model that is not known yet
         try:
@@ -243,12 +244,17 @@ class Dispatcher:
         """Return a refusal that says when to come again: when a replica said, or when those who wait will be served."""
         waits = [replica.seconds_until_free for replica in self._able(wish)]
         told = min((seconds for seconds in waits if seconds > 0), default=0.0)
-        forecast = lane.forecast.expected_wait(self._kinds(wish), lane.room.wants, self._pool.clock()) or 0.0
+        # Whoever comes again has a new deadline, behind those that its tenant has waiting.
+        before = lane.room.wants_before(wish.query.tenant, wish.urgency.priority)
+        forecast = lane.forecast.expected_wait(self._kinds(wish), before, self._pool.clock()) or 0.0
         return Overloaded(message, retry_after_seconds=max(told, forecast))
 
-    def _observed_wait(self, lane: _Lane, wish: Wish) -> float:
-        """Return how long a request must wait if places go on to come free as they did; 0: nobody knows."""
-        return lane.forecast.observed_wait(self._kinds(wish), lane.room.wants, self._pool.clock()) or 0.0
+    def _observed_wait(self, lane: _Lane, wish: Wish, before: Mapping[Want, float]) -> float:
+        """Return how long a request must wait if places go on to come free as they did; 0: nobody knows.
+
+        `before`: what those want who are served before it.
+        """
+        return lane.forecast.observed_wait(self._kinds(wish), before, self._pool.clock()) or 0.0
 
     def _able(self, wish: Wish) -> list[Replica]:
         """Return the replicas that are up and could take a request if they had a place."""

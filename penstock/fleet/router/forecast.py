@@ -183,32 +183,32 @@ class Forecast:
         # Only while somebody waits for them do places come free as fast as they can.
         pace.released_at = now if any(want.fits(kind) for want in waiting) else None
 
-    def observed_wait(self, kinds: Collection[PlaceKind], waiting: Mapping[Want, int], now: float) -> float | None:
+    def observed_wait(self, kinds: Collection[PlaceKind], before: Mapping[Want, float], now: float) -> float | None:
         """Return how long one more must wait for a place of these kinds, as far as each has been seen to come free.
 
-        None: of one nobody knows.
+        `before`: what those want, and how many of them each, who are served before. None: of one nobody knows.
         """
         paces = [self._paces.get(kind) for kind in kinds]
         if any(pace is None or pace.releases.typical is None for pace in paces):
             return None
-        return self.expected_wait(kinds, waiting, now)
+        return self.expected_wait(kinds, before, now)
 
-    def expected_wait(self, kinds: Collection[PlaceKind], waiting: Mapping[Want, int], now: float) -> float | None:
+    def expected_wait(self, kinds: Collection[PlaceKind], before: Mapping[Want, float], now: float) -> float | None:
         """Return in how many seconds one more would have its turn; None where nobody has a place that could come free.
 
-        Behind all who can use the places of one version, and as fast as these come; or those of all versions, if that
-        is sooner: others may want only some of them.
+        Behind all of `before` who can use the places of one version, and as fast as these come; or those of all
+        versions, if that is sooner: others may want only some of them.
         """
         versions = {kind.version for kind in kinds}
         groups = [[kind for kind in kinds if kind.version == version] for version in versions]
-        waits = [self._wait_of(group, waiting, now) for group in (*groups, kinds)]
+        waits = [self._wait_of(group, before, now) for group in (*groups, kinds)]
         return min((seconds for seconds in waits if seconds is not None), default=None)
 
-    def _wait_of(self, kinds: Collection[PlaceKind], waiting: Mapping[Want, int], now: float) -> float | None:
+    def _wait_of(self, kinds: Collection[PlaceKind], before: Mapping[Want, float], now: float) -> float | None:
         paces = [self._paces[kind] for kind in kinds if kind in self._paces]
         firsts = [first for pace in paces if (first := pace.first(now)) is not None]
         if not firsts:
             return None
-        ahead = sum(count for want, count in waiting.items() if any(want.fits(kind) for kind in kinds))
+        ahead = sum(count for want, count in before.items() if any(want.fits(kind) for kind in kinds))
         soonest = 1 / sum(1 / max(first, _LEAST_SECONDS) for first in firsts)
         return soonest + ahead / sum(pace.rate(now) for pace in paces)

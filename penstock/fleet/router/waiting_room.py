@@ -8,12 +8,15 @@ import asyncio
 import bisect
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 W = TypeVar("W", bound=Hashable)
+
+# Of those who are before a newcomer, for what they want: all where they are so few, else the first of some tenants'.
+_MAX_LOOKED_AT = 64
 
 
 class RoomFull(Exception):
@@ -37,6 +40,7 @@ class WaitingRoom(Generic[T, W]):
         # By priority, the highest served first; tenants of one priority in the order of their turns.
         self._queues: dict[int, dict[str, list[_Ticket[T, W]]]] = {}
         self._wants: Counter[W] = Counter()  # of those who wait
+        self._wants_by_priority: dict[int, Counter[W]] = {}
 
     def __len__(self) -> int:
         return self._wants.total()
@@ -45,6 +49,48 @@ class WaitingRoom(Generic[T, W]):
     def wants(self) -> Counter[W]:
         """What those who wait want, and how many of them each."""
         return self._wants
+
+    def wants_before(self, tenant: str, priority: int, latest: float | None = None) -> dict[W, float]:
+        """Return what those want, and how many of them each, who are served before one of a tenant who comes now.
+
+        All of higher priorities; of its own tenant whoever's `latest` is not later, and of each other tenant as many,
+        or one more where that one's turn comes first. That is so if nobody else comes or leaves, and all can use what
+        there is. Their number is exact; where many wait, the wants of some stand for those of all.
+        """
+        before: dict[W, float] = {}
+        for other, wants in self._wants_by_priority.items():
+            if other > priority:
+                _add(before, wants)
+        tenants = self._queues.get(priority)
+        if tenants:
+            _add(before, self._wants_in_turn(tenants, tenant, priority, math.inf if latest is None else latest))
+        return before
+
+    def _wants_in_turn(
+        self, tenants: dict[str, list[_Ticket[T, W]]], tenant: str, priority: int, latest: float
+    ) -> Mapping[W, float]:
+        """Return those of one priority who are served before one of a tenant who comes now."""
+        num_own = bisect.bisect_right(tenants.get(tenant, ()), latest, key=_Ticket.urgency)
+        queues = list(tenants.values())
+        own_turn = list(tenants).index(tenant) if tenant in tenants else len(queues)
+        most = num_own + 1
+        numbers = [number if (number := len(queue)) < most else most for queue in queues[:own_turn]]
+        numbers += [number if (number := len(queue)) < num_own else num_own for queue in queues[own_turn:]]
+        wants = self._wants_by_priority[priority]
+        if len(wants) == 1:
+            return dict.fromkeys(wants, sum(numbers))
+        stride = math.ceil(len(queues) / _MAX_LOOKED_AT)
+        sample = [item for item in zip(queues[::stride], numbers[::stride], strict=True) if item[1]]
+        if not sample:
+            return {}
+        most_of_each = _MAX_LOOKED_AT // len(sample)
+        scale = sum(numbers) / sum(number for _, number in sample)
+        found: dict[W, float] = {}
+        for queue, number in sample:
+            looked_at = queue[: min(number, most_of_each)]
+            for ticket in looked_at:
+                found[ticket.want] = found.get(ticket.want, 0.0) + scale * number / len(looked_at)
+        return found
 
     async def enter(
         self,
@@ -70,6 +116,7 @@ class WaitingRoom(Generic[T, W]):
         queue = self._queues.setdefault(priority, {}).setdefault(tenant, [])
         bisect.insort(queue, ticket, key=_Ticket.urgency)
         self._wants[want] += 1
+        self._wants_by_priority.setdefault(priority, Counter())[want] += 1
         self.call_next()
         try:
             async with asyncio.timeout(seconds):
@@ -116,10 +163,16 @@ class WaitingRoom(Generic[T, W]):
         if ticket not in queue:
             return
         queue.remove(ticket)
-        self._wants[ticket.want] -= 1
-        if not self._wants[ticket.want]:
-            del self._wants[ticket.want]
+        for wants in (self._wants, self._wants_by_priority[priority]):
+            wants[ticket.want] -= 1
+            if not wants[ticket.want]:
+                del wants[ticket.want]
         if not queue:
             del self._queues[priority][tenant]
         if not self._queues[priority]:
-            del self._queues[priority]
+            del self._queues[priority], self._wants_by_priority[priority]
+
+
+def _add(total: dict[W, float], wants: Mapping[W, float]) -> None:
+    for want, count in wants.items():
+        total[want] = total.get(want, 0.0) + count

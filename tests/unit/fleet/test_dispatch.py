@@ -254,9 +254,38 @@ async def pace(fleet, held, waiting, seconds, times=3):
     return held
 
 
+async def busy_place(fleet, **wish):
+    """Have four requests wait for one place, which has come free every 2.5 s."""
+    fleet.add("one")
+    held = (await fleet.ask(**wish)).result()
+    await pace(fleet, held, [await fleet.ask(**wish) for _ in range(7)], 2.5)
+
+
+async def test_a_request_of_a_higher_priority_is_not_refused_for_those_that_it_passes():
+    fleet = Fleet(queue=msgspec.structs.replace(QUEUE, max_wait_seconds=9.0))
+    await busy_place(fleet)
+    assert isinstance((await fleet.ask()).exception(), Overloaded)
+    first = await fleet.ask(priority=5)
+    assert not first.done()
+    # Behind one only, also for who cannot wait.
+    assert await retry_after(fleet, priority=5) == pytest.approx(5.0)
+    await fleet.end()
+
+
+async def test_a_tenant_is_not_refused_for_the_queue_of_another():
+    fleet = Fleet(queue=msgspec.structs.replace(QUEUE, max_wait_seconds=9.0))
+    await busy_place(fleet, tenant="flood")
+    assert isinstance((await fleet.ask(tenant="flood")).exception(), Overloaded)
+    assert await retry_after(fleet, tenant="b") == pytest.approx(5.0)
+    assert not (await fleet.ask(tenant="b")).done()
+    # Its second is behind its first and two of the other's, whose turn comes before.
+    assert await retry_after(fleet, tenant="b") == pytest.approx(10.0)
+    await fleet.end()
+
+
 async def retry_after(fleet, **wish):
     """Return what a request that cannot wait is told."""
-    now = Urgency(deadline=fleet.clock.now)
+    now = Urgency(deadline=fleet.clock.now, priority=wish.get("priority", 0))
     with pytest.raises(Overloaded) as caught:
         await fleet.dispatcher.acquire(dataclasses.replace(a_wish(**wish), urgency=now))
     return caught.value.retry_after_seconds
