@@ -84,6 +84,8 @@ class QueueSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_waiting_per_tenant: Count = 128
     max_wait_seconds: Seconds = 30.0  # for a place on a full replica, then 429
     hold_seconds: Seconds | None = None  # for a first replica to appear, then 503; None: DEFAULT_HOLD_SECONDS
+    # Whether names that are declared nowhere are held too, until replicas have told theirs; None: if any could come.
+    hold_unknown: bool | None = None
 
     @property
     def patience_seconds(self) -> float:
@@ -130,6 +132,21 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def policies(self) -> set[str]:
         """Every policy that is named."""
         return {self.policy, *(section.policy for section in self.models.values())}
+
+    @property
+    def declared_models(self) -> set[str]:
+        """Those that are named here, and waited for while nobody serves them."""
+        return {*self.models, *self.autoscaler}
+
+    @property
+    def names_all_models(self) -> bool:
+        """Whether no replica is expected that serves what is not named here."""
+        if self.queue.hold_unknown is not None:
+            return not self.queue.hold_unknown
+        found = self.discovery
+        # A local backend starts its own replicas, of its model; those of others come as anybody's do.
+        is_local = all(section.backend.get("kind") == "local" for section in self.autoscaler.values())
+        return bool(self.autoscaler) and is_local and not (self.replicas or found.dns or found.kubernetes or found.ray)
 
     def policy_of(self, model: str) -> str:
         section = self.models.get(model)

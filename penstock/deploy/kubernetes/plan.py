@@ -17,7 +17,7 @@ from penstock.deploy.kubernetes.locality import is_path, refuse_local_fleet, ref
 from penstock.deploy.kubernetes.settings import Settings, read_settings
 from penstock.deploy.toml_text import toml_text
 from penstock.errors import ConfigError
-from penstock.fleet.config import FleetConfig, KubernetesSection
+from penstock.fleet.config import FleetConfig, KubernetesSection, ModelSection
 from penstock.fleet.fleet_file import read_fleet
 from penstock.server.config import resolve
 
@@ -64,13 +64,24 @@ class Plan:
 
     @property
     def cluster_fleet(self) -> FleetConfig:
-        """The fleet file for a cluster: it finds the servers, and holds requests for as long as one takes to come."""
+        """The fleet file for a cluster: it finds the servers, and holds requests for as long as one takes to come.
+
+        Where there may be no server and none but ours, it names their model: nobody waits for another, or wakes them.
+        """
         section = KubernetesSection(service=self.settings.name, port="http", key_file=METRICS_KEY_FILE)
         fleet = with_servers(self.fleet, kubernetes=(section,))
-        if not self.may_sleep or fleet.queue.hold_seconds is not None:
+        if not self.may_sleep:
             return fleet
-        seconds = float(min(self.settings.startup_seconds + _WAKING_SECONDS, _MAX_HOLD_SECONDS))
-        return msgspec.structs.replace(fleet, queue=msgspec.structs.replace(fleet.queue, hold_seconds=seconds))
+        models, queue = fleet.models, fleet.queue
+        if queue.hold_seconds is None:
+            seconds = float(min(self.settings.startup_seconds + _WAKING_SECONDS, _MAX_HOLD_SECONDS))
+            queue = msgspec.structs.replace(queue, hold_seconds=seconds)
+        served = _served_name(self.options)
+        if served is not None and served not in fleet.aliases and not _names_replicas(self.fleet):
+            models = {served: ModelSection(policy=fleet.policy), **models}
+            if queue.hold_unknown is None:
+                queue = msgspec.structs.replace(queue, hold_unknown=False)
+        return msgspec.structs.replace(fleet, models=models, queue=queue)
 
     @property
     def gateway_files(self) -> Mapping[str, str]:
@@ -136,14 +147,21 @@ def _refuse_addresses(sourced: Sourced) -> None:
 
 def _refuse_unserved(fleet: FleetConfig, options: Options) -> None:
     """Raise where the gateway would scale our servers for a model that they do not serve."""
-    served = options.served_name or options.model
-    if options.served_name is None and is_path(options.model):
-        return  # its name is the folder's in the pod
+    served = _served_name(options)
+    if served is None:
+        return
     for model, section in fleet.autoscaler.items():
         is_ours = section.backend["kind"] == "kubernetes" or not _names_replicas(fleet)
         if is_ours and model != served:
             right = f'the servers serve {served}: write [autoscaler."{served}"], or give --served-name {model}'
             raise ConfigError(f"--fleet: autoscaler.{model}", model, right)
+
+
+def _served_name(options: Options) -> str | None:
+    """Return what the servers call their model; None: as its folder in the pod is called."""
+    if options.served_name is None and is_path(options.model):
+        return None
+    return options.served_name or options.model
 
 
 def _names_replicas(fleet: FleetConfig) -> bool:

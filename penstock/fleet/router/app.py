@@ -197,6 +197,8 @@ class _Routes:
             return response
         except (PenstockError, RecursionError) as failure:
             error = failure if isinstance(failure, PenstockError) else too_deep()
+            if isinstance(error, UnknownModel):
+                error = UnknownModel(head.model, self._names_for(caller))  # and none that its key may not
             decision.refuse(str(error), time.monotonic() - record.arrival)
             refusal = _error(request, error)
             refusal.headers[ROUTE_HEADER] = decision.header()
@@ -277,7 +279,8 @@ class _Routes:
         return caller.may_use(name) and all(heeds(replica) for replica in self._context.pool.serving(model))
 
     def _names_for(self, caller: Caller) -> list[str]:
-        served = self._context.pool.models()
+        # What is declared is waited for, and started where an autoscaler does that: nobody need serve it now.
+        served = {*self._context.pool.models(), *self._context.config.declared_models}
         aliases = {alias: model for alias, model in self._context.config.aliases.items() if model in served}
         named = {**{name: name for name in served}, **aliases}
         return sorted(name for name, model in named.items() if self._may_use(name, model, caller))

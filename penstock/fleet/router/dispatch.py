@@ -109,7 +109,7 @@ class Dispatcher:
         return 0 if lane is None else len(lane.room)
 
     async def acquire(self, wish: Wish) -> Placement:
-        """Return a place for a request. Raises UnknownModel, Overloaded or EngineUnavailable."""
+        """Return a place for a request. Raises UnknownModel (of all names), Overloaded or EngineUnavailable."""
         lane = self._lane(wish.query.model)
         # Who comes now may not pass those who wait: what they leave none of them can use.
         self.call_waiting()
@@ -220,7 +220,7 @@ class Dispatcher:
         """Raise where it makes no sense to wait for a replica, of which none is up."""
         model = wish.query.model
         if not self._may_come(model):
-            raise UnknownModel(model, sorted(self._pool.models()))
+            raise UnknownModel(model, sorted({*self._pool.models(), *self._config.declared_models}))
         if not wish.must_frame or model in self._config.autoscaler:
             return
         # Whoever failed a stream may be back in a moment; but no server becomes one of another kind.
@@ -229,16 +229,17 @@ class Dispatcher:
             raise EngineUnavailable("no replica that could go on with this stream is ready")
 
     def _may_come(self, model: str) -> bool:
-        """Whether a model that no replica serves now is expected: declared, known before, or none was asked yet."""
+        """Whether a model that no replica serves now is expected: declared, known before, or nobody told of any yet."""
         config = self._config
-        if model in config.models or model in config.autoscaler or model in config.aliases.values():
+        if model in config.declared_models or model in config.aliases.values():
             return True
-        gone = self._pool.gone_models
+        gone, replicas = self._pool.gone_models, list(self._pool)
         if model in gone or self._pool.serving(model):
             return True
-        if gone and not len(self._pool):  # all have gone that were there: what they served is what there is
+        if config.names_all_models or any(replica.is_up for replica in replicas):
             return False
-        return not any(replica.is_up for replica in self._pool)
+        # What they served is what there is, whether all have gone or are away. One that never said may have it.
+        return any(not replica.models for replica in replicas) if replicas else not gone
 
     def _overloaded(self, lane: _Lane, wish: Wish, message: str) -> Overloaded:
         """Return a refusal that says when to come again: when a replica said, or when those who wait will be served."""

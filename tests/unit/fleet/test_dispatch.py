@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from penstock.errors import EngineUnavailable, Overloaded, UnknownModel
 from penstock.fleet.adapters.interface import ServedModel
-from penstock.fleet.config import AutoscalerSection, FleetConfig, ReplicaEntry
+from penstock.fleet.config import (
+    AutoscalerSection,
+    DiscoverySection,
+    DnsSection,
+    FleetConfig,
+    ModelSection,
+    ReplicaEntry,
+)
 from penstock.fleet.replica import ReplicaPool
 from penstock.fleet.router.dispatch import Dispatcher, Wish
 from penstock.fleet.router.query import RouteQuery, read_head
@@ -218,6 +225,39 @@ async def test_once_all_have_gone_only_what_they_served_or_is_declared_is_waited
     unknown = await fleet.ask(model="other")
     assert isinstance(unknown.exception(), UnknownModel)
     await fleet.end()
+
+
+async def test_where_a_local_autoscaler_starts_all_replicas_only_its_models_are_waited_for():
+    local = AutoscalerSection(backend={"kind": "local"})
+    fleet = Fleet(autoscaler={"scaled": local})
+    assert isinstance((await fleet.ask(model="nope")).exception(), UnknownModel)
+    assert not (await fleet.ask(model="scaled")).done()
+    await fleet.end()
+    others = [
+        {"discovery": DiscoverySection(dns=(DnsSection(name="replicas", port=80),))},
+        {"autoscaler": {"scaled": AutoscalerSection(backend={"kind": "external"})}},
+        {"queue": msgspec.structs.replace(QUEUE, hold_unknown=True)},
+    ]
+    for other in others:  # from where replicas may come that serve something else
+        fleet = Fleet(**{"autoscaler": {"scaled": local}, **other})
+        assert not (await fleet.ask(model="nope")).done()
+        await fleet.end()
+
+
+async def test_a_fleet_that_holds_nothing_unknown_waits_for_what_it_declares():
+    queue = msgspec.structs.replace(QUEUE, hold_unknown=False)
+    fleet = Fleet(queue=queue, models={"named": ModelSection(policy="round-robin")})
+    assert isinstance((await fleet.ask(model="nope")).exception(), UnknownModel)
+    assert not (await fleet.ask(model="named")).done()
+    await fleet.end()
+
+
+async def test_while_all_are_away_that_told_their_models_no_other_is_waited_for(fleet):
+    fleet.add("away").breaker.on_failure("it refuses connections", is_fatal=True)
+    assert isinstance((await fleet.ask(model="nope")).exception(), UnknownModel)
+    assert not (await fleet.ask()).done()
+    fleet.add("silent", models=()).breaker.on_failure("it refuses connections", is_fatal=True)
+    assert not (await fleet.ask(model="nope")).done()
 
 
 async def test_who_was_held_for_a_model_that_does_not_exist_is_told_so():

@@ -191,7 +191,8 @@ def test_the_file_in_the_document_is_right_and_says_the_defaults(tmp_path):
     file.write_text(block.text)
     fleet = read_fleet(file)
     assert (fleet.policy, fleet.health) == (FleetConfig().policy, HealthSection())
-    assert fleet.queue == QueueSection(hold_seconds=QueueSection().patience_seconds)
+    assert fleet.queue == QueueSection(hold_seconds=QueueSection().patience_seconds, hold_unknown=True)
+    assert not FleetConfig().names_all_models
     assert fleet.discovery.lease_seconds == DiscoverySection().lease_seconds
     assert (fleet.rollouts["smollm2-135m"], fleet.replicas[0].version) == (RolloutSection(), DEFAULT_VERSION)
     autoscaler = fleet.autoscaler["smollm2-135m"]

@@ -103,6 +103,32 @@ async def test_with_keys_a_gateway_serves_pages_of_other_sites_also_from_an_open
         assert "sec-fetch-site" not in replica.headers[-1]
 
 
+async def test_while_no_replica_is_there_what_is_declared_is_listed_for_who_may_use_it():
+    keys = [("all", None), ("one", ("scaled",))]
+    ring = KeyRing(
+        [ApiKey(name, hashlib.sha256(name.encode()).hexdigest(), KeyTerms(models=models)) for name, models in keys]
+    )
+    models = {name: ModelSection(policy="round-robin") for name in ("scaled", "other")}
+    queue = msgspec.structs.replace(QUICK.queue, hold_unknown=False)
+    config = msgspec.structs.replace(QUICK, models=models, aliases={"nick": "scaled"}, queue=queue)
+    async with running_gateway(config=config, ring=ring) as running:
+        for key, names in (("all", ["nick", "other", "scaled"]), ("one", ["nick", "scaled"])):
+            headers = {"authorization": f"Bearer {key}"}
+            listed = await (await running.client.get(f"{running.url}/v1/models", headers=headers)).json()
+            assert [item["id"] for item in listed["data"]] == names
+            refused = await running.ask(headers, model="nope")
+            assert refused.status == 404
+            assert f"served: {', '.join(names)}" in (await refused.json())["error"]["message"]
+
+
+async def test_a_refusal_names_no_model_that_the_key_may_not_use():
+    ring = KeyRing((ApiKey("alice", hashlib.sha256(b"a").hexdigest(), KeyTerms(models=("other",))),))
+    async with FakeReplica(models=("hidden",)).running() as replica, running_gateway(replica, ring=ring) as running:
+        refused = await running.ask({"authorization": "Bearer a"}, model="other")
+        assert refused.status == 404
+        assert "hidden" not in await refused.text() + str(refused.headers)
+
+
 async def test_models_are_merged_and_aliases_reach_their_model():
     config = msgspec.structs.replace(QUICK, aliases={"gpt": "big"})
     async with (

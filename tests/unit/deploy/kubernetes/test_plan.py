@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import gather
+from penstock.config import Options, gather
 from penstock.deploy.kubernetes.locality import is_path
 from penstock.deploy.kubernetes.plan import make_plan
 from penstock.deploy.kubernetes.settings import Settings, read_settings
 from penstock.errors import ConfigError
+from penstock.fleet.config import ModelSection
 from penstock.fleet.fleet_file import read_fleet
 from tests.architecture.markdown import blocks
 from tests.unit.deploy.plans import everything, smallest
@@ -277,6 +278,20 @@ def test_a_model_may_be_in_the_claim_or_in_the_image(tmp_path):
 def test_requests_to_a_fleet_at_zero_are_held_until_a_server_can_be_there(tmp_path, deploy, fleet, seconds):
     plan = planned(tmp_path, fleet, deploy=deploy)
     assert read_fleet(written(tmp_path, plan.gateway_files, "fleet.toml")).queue.patience_seconds == seconds
+
+
+def test_a_gateway_of_a_fleet_at_zero_waits_for_its_model_alone(tmp_path):
+    def fleet_of(fleet="", deploy="replicas = 0", **options):
+        plan = planned(tmp_path, fleet, deploy=deploy, **options)
+        return read_fleet(written(tmp_path, plan.gateway_files, "fleet.toml"))
+
+    declared = fleet_of('policy = "kv-aware"')
+    assert declared.models == {Options().model: ModelSection(policy="kv-aware")}
+    assert declared.names_all_models
+    assert not fleet_of(deploy="").models  # there is always a server, whose word counts
+    assert not fleet_of("[queue]\nhold_unknown = true").names_all_models
+    elsewhere = fleet_of('[[replicas]]\nurl = "http://10.0.0.1:8000"')
+    assert not (elsewhere.models or elsewhere.names_all_models)
 
 
 def test_an_unknown_setting_is_named(tmp_path):
