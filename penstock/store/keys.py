@@ -8,6 +8,7 @@ import secrets as random_secrets
 
 import msgspec
 from sqlalchemy import Connection, Row, delete, func, insert, or_, select, update
+from sqlalchemy.exc import IntegrityError
 
 from penstock.errors import KeyNotFound, RequestError
 from penstock.store.database import Database
@@ -29,10 +30,13 @@ class KeyStore:
         check_terms(terms)
         with self._database.writing() as connection:
             if connection.execute(select(keys.c.name).where(keys.c.name == name)).first() is not None:
-                raise RequestError(f"there is, or was, a key named {name!r}; give another name", param="name")
+                raise _name_taken(name)
             now = self._database.now(connection)
             encoded = msgspec.json.encode(terms).decode()
-            connection.execute(insert(keys).values(name=name, terms=encoded, created_at=now))
+            try:
+                connection.execute(insert(keys).values(name=name, terms=encoded, created_at=now))
+            except IntegrityError:  # somebody else has made it since we looked
+                raise _name_taken(name) from None
             return _add_secret(connection, name, now)
 
     def rotate(self, name: str, *, overlap_seconds: float = 0.0) -> str:
@@ -94,6 +98,10 @@ def _find(connection: Connection, name: str) -> None:
     found = select(keys.c.name).where(keys.c.name == name, keys.c.revoked_at.is_(None)).with_for_update()
     if connection.execute(found).first() is None:
         raise KeyNotFound(f"there is no key named {name[:100]!r} in force; see: penstock keys list")
+
+
+def _name_taken(name: str) -> RequestError:
+    return RequestError(f"there is, or was, a key named {name!r}; give another name", param="name")
 
 
 def _add_secret(connection: Connection, name: str, now: float) -> str:

@@ -1,12 +1,15 @@
 """Keys in the store: their secrets are told once and kept as digests."""
 
 import hashlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from sqlalchemy import insert, text, update
 
 from penstock.errors import KeyNotFound, RequestError
 from penstock.request import Targets
+from penstock.store.database import Database
 from penstock.store.keys import KeyStore
 from penstock.store.schema import keys, secrets
 from penstock.tenants import KeyTerms, Limits
@@ -40,6 +43,32 @@ def test_a_secret_has_256_random_bits_and_is_not_in_the_store(sqlite_database, t
     with sqlite_database.reading() as connection:
         rows = str(connection.execute(text("select * from penstock_secrets")).all())
     assert first not in rows
+
+
+def test_of_those_who_make_a_key_of_one_name_at_the_same_time_one_does_and_the_others_are_told(any_location):
+    databases = [Database.open(any_location) for _ in range(4)]
+    together = threading.Barrier(len(databases))
+
+    def create(number):
+        store = KeyStore(databases[number])
+        outcomes = []
+        for name in ("alice", "bob", "carol"):
+            together.wait(10)
+            try:
+                store.create(name, KeyTerms())
+                outcomes.append("made")
+            except RequestError as error:
+                outcomes.append(str(error)[:17])
+        return outcomes
+
+    try:
+        with ThreadPoolExecutor(len(databases)) as threads:
+            outcomes = list(threads.map(create, range(len(databases))))
+        assert [sorted(same) for same in zip(*outcomes, strict=True)] == [["made", *["there is, or was,"] * 3]] * 3
+        assert len(KeyStore(databases[0]).load()) == 3
+    finally:
+        for database in databases:
+            database.close()
 
 
 def test_every_change_of_keys_changes_the_version(any_database):
