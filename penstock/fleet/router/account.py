@@ -6,7 +6,7 @@ nothing of our tenants the gateway does so: nothing is counted twice, and nothin
 
 import dataclasses
 
-from penstock.errors import ContextTooLong, EngineFailed, Overloaded
+from penstock.errors import ContextTooLong, EngineFailed, EngineUnavailable, Overloaded
 from penstock.fleet.router.foreign_usage import need_of
 from penstock.fleet.router.query import RequestHead
 from penstock.metering.meter import Charge, Meter
@@ -69,12 +69,13 @@ class Account:
         code = Overloaded.code if status == 429 else EngineFailed.code
         self._charge.close(dataclasses.replace(record, error_code=code))
 
-    def refuse(self, record: RequestRecord) -> None:
-        """Book that the gateway itself had no place for the request."""
+    def refuse(self, record: RequestRecord, error: Overloaded | EngineUnavailable) -> None:
+        """Book that the gateway itself had no place for the request: refused where replicas are full, else an error."""
         if self._charge is not None:
-            self._charge.close(dataclasses.replace(record, error_code=Overloaded.code))
+            self._charge.close(dataclasses.replace(record, error_code=error.code))
         elif self._meter is not None:
-            self._meter.book_refusal(self._caller.tenant, self._model)
+            book = self._meter.book_refusal if isinstance(error, Overloaded) else self._meter.book_error
+            book(self._caller.tenant, self._model)
 
     def lose(self) -> None:
         """Book that an answer which a replica had begun was lost: it left the account to whoever would go on."""

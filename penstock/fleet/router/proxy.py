@@ -144,7 +144,7 @@ class Proxy:
                 placement = await self._place(exchange)
             except (Overloaded, EngineUnavailable) as error:
                 if exchange.refusal is None or not isinstance(error, Overloaded):
-                    exchange.account.refuse(exchange.record)
+                    exchange.account.refuse(exchange.record, error)
                     raise
                 exchange.account.fail(exchange.record, exchange.refusal.status)
                 exchange.decision.refuse(str(error), time.monotonic() - exchange.record.arrival)

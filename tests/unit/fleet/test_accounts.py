@@ -1,6 +1,7 @@
 """The gateway before servers that know nothing of tenants: it admits and books for them, and for nobody else."""
 
 import asyncio
+import contextlib
 import gzip
 import json
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import pytest
 from aiohttp import web
 from sqlalchemy import func, select
 
-from penstock.fleet.config import ReplicaEntry
+from penstock.fleet.config import ModelSection, ReplicaEntry
 from penstock.metering.counts import StoreCounts
 from penstock.metering.tenancy import Tenancy
 from penstock.protocol.frames import FRAMES_HEADER, ChoiceTokens, frame, last_frame
@@ -363,6 +364,26 @@ async def test_the_lease_of_a_stream_that_moves_goes_along_with_it(tenancy, brea
     told = [voucher for replica in replicas for voucher in vouched(tenancy, replica)]
     assert sorted(told, key=str) == [Voucher("tiny", "lease-1"), Voucher("tiny")]
     assert booked(tenancy, "alice") is None  # the second replica's to book
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_a_request_for_which_no_replica_is_ready_is_an_error_and_not_refused(tenancy, is_known):
+    queue = msgspec.structs.replace(QUICK.queue, hold_seconds=0.05)
+    models = {"tiny": ModelSection(policy="round-robin")}
+    config = msgspec.structs.replace(QUICK, queue=queue, models=models)
+    replicas = [FakeReplica()] if is_known else []
+    async with contextlib.AsyncExitStack() as stack:
+        for replica in replicas:
+            await stack.enter_async_context(replica.running())
+        running = await stack.enter_async_context(
+            running_gateway(*replicas, kind="vllm", tenancy=tenancy, config=config)
+        )
+        for replica in running.gateway.pool:
+            replica.breaker.on_probe(False, "it starts")
+            replica.is_leaving = True
+        assert (await running.ask()).status == 503
+        await until(lambda: booked(tenancy) is not None)
+        assert booked(tenancy) == (0, 0, 0, 0, 0, 1)
 
 
 async def test_a_stream_that_nobody_goes_on_with_is_an_error_in_the_ledger(tenancy):
