@@ -6,7 +6,7 @@ Reads bodies and streams. Knows nothing of HTTP connections, limits or where usa
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -30,39 +30,29 @@ _MOST_BEGUN_BYTES = 3  # of an end, when the last of it is yet to come
 _DATA = re.compile(rb"^data:", re.MULTILINE)
 _DONE = b"[DONE]"
 
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+T = TypeVar("T")
 
 
-class _Usage(msgspec.Struct):
-    """OpenAI's names, and those of its newer APIs."""
+class _Usage(NamedTuple):
+    """What a server tells of a cost; None: nothing of that."""
 
     prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    input_tokens: int | None = None
     output_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
+    cached_tokens: int = 0  # of the prompt
 
-    def write_into(self, record: RequestRecord) -> bool:
-        """Note the counts; return whether there were any that can be."""
-        prompt = self.prompt_tokens if self.prompt_tokens is not None else self.input_tokens
-        output = self.completion_tokens if self.completion_tokens is not None else self.output_tokens
-        if prompt is None and output is None:
-            return False
-        prompt, output = prompt or 0, output or 0
-        if not (0 <= prompt <= _MAX_TOKENS and 0 <= output <= _MAX_TOKENS):
-            return False
-        record.prompt_tokens, record.output_tokens = prompt, output
-        details = self.prompt_tokens_details
-        cached = (details.cached_tokens or 0) if details is not None else 0
-        record.cached_tokens = min(max(0, cached), prompt)
-        return True
+    def write_into(self, record: RequestRecord) -> None:
+        """Note what is told; the rest of the record stays as it is."""
+        if self.prompt_tokens is not None:
+            record.prompt_tokens = self.prompt_tokens
+            record.cached_tokens = min(self.cached_tokens, self.prompt_tokens)
+        if self.output_tokens is not None:
+            record.output_tokens = self.output_tokens
 
 
 class _Answer(msgspec.Struct):
-    usage: _Usage | None = None
-    choices: list[Any] | None = None
+    # Read each by itself: one that is odd does not hide the other.
+    usage: msgspec.Raw = msgspec.Raw(b"null")
+    choices: msgspec.Raw = msgspec.Raw(b"null")
 
 
 def need_of(head: RequestHead, max_context_tokens: int | None) -> Need:
@@ -95,14 +85,14 @@ def asking_for_usage(body: bytes) -> bytes:
 
 def read_whole(body: bytes, record: RequestRecord) -> None:
     """Note what an answer that was not streamed cost. The record has the estimate of its prompt."""
-    try:
-        answer = msgspec.json.decode(body, type=_Answer)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        answer = _Answer()
-    if answer.usage is not None and answer.usage.write_into(record):
-        return
-    record.output_tokens = sum(_tokens_in(choice) for choice in answer.choices or ())
-    record.usage_source = _ESTIMATE
+    answer = _decoded(body, _Answer) or _Answer()
+    usage, choices = _read_usage(answer.usage), _read_choices(answer.choices)
+    usage.write_into(record)
+    if usage.output_tokens is None:
+        record.output_tokens = sum(_tokens_in(choice) for choice in choices)
+    # Answers without choices, such as embeddings, have no output to tell of.
+    if usage.prompt_tokens is None or (usage.output_tokens is None and choices):
+        record.usage_source = _ESTIMATE
 
 
 class UsageReader:
@@ -115,7 +105,8 @@ class UsageReader:
         self._end = b""
         self._is_too_large = False  # the event that has begun: it passes as it comes
         self._num_texts = 0
-        self._is_told = False
+        self._has_prompt_tokens = False  # the stream has told them
+        self._has_output_tokens = False
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes in and return those that the caller may have now; [DONE] waits for `last_bytes`."""
@@ -154,8 +145,9 @@ class UsageReader:
 
     def note_cost(self) -> None:
         """Write into the record what the stream cost so far."""
-        if not self._is_told:
+        if not self._has_output_tokens:
             self._record.output_tokens = self._num_texts
+        if not (self._has_prompt_tokens and self._has_output_tokens):
             self._record.usage_source = _ESTIMATE
 
     def _take(self, event: bytes) -> bool:
@@ -164,12 +156,48 @@ class UsageReader:
         data = _DATA.search(event)
         if data is None or not _USAGE.search(event):
             return True
-        try:
-            answer = msgspec.json.decode(event[data.end() :], type=_Answer)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        answer = _decoded(event[data.end() :], _Answer)
+        if answer is None:
             return True
-        self._is_told = (answer.usage is not None and answer.usage.write_into(self._record)) or self._is_told
-        return bool(answer.choices) or not self._hides_usage
+        usage = _read_usage(answer.usage)
+        usage.write_into(self._record)
+        self._has_prompt_tokens = self._has_prompt_tokens or usage.prompt_tokens is not None
+        self._has_output_tokens = self._has_output_tokens or usage.output_tokens is not None
+        return bool(_read_choices(answer.choices)) or not self._hides_usage
+
+
+def _decoded(data: bytes | msgspec.Raw, kind: type[T]) -> T | None:
+    """Return what stands there; None where that cannot be read."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _read_usage(data: msgspec.Raw) -> _Usage:
+    """Return what is told, by OpenAI's names and those of its newer APIs. Counts that cannot be have told nothing."""
+    told = _decoded(data, dict) or {}
+    counts: list[int | None] = []
+    for names in (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens")):
+        value = next((told[name] for name in names if told.get(name) is not None), None)
+        count = _whole_number(value)
+        if value is not None and (count is None or not 0 <= count <= _MAX_TOKENS):
+            return _Usage()
+        counts.append(count)
+    details = told.get("prompt_tokens_details")
+    cached = _whole_number(details.get("cached_tokens")) if isinstance(details, Mapping) else None
+    prompt, output = counts
+    return _Usage(prompt, output, max(0, cached or 0))
+
+
+def _read_choices(data: msgspec.Raw) -> list[Any]:
+    return _decoded(data, list) or []
+
+
+def _whole_number(value: Any) -> int | None:
+    """Return a number, be it written as 20.0; None where it is none."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return int(value) if is_whole or (isinstance(value, float) and value.is_integer()) else None
 
 
 def _input_tokens(head: RequestHead) -> tuple[int, int]:

@@ -146,6 +146,53 @@ def test_counts_that_cannot_be_are_taken_for_none(counts):
     assert (noted.prompt_tokens, noted.output_tokens, noted.usage_source) == (1, 1, "estimate")
 
 
+ODD = [b'"20"', b"true", b"20.5", b"[1]", b'{"n": 20}', b"1e999"]
+
+
+@pytest.mark.parametrize(
+    "usage", [b"[1]", b"7", b'"none"', *[b'{"prompt_tokens": 9, "completion_tokens": %b}' % x for x in ODD]]
+)
+def test_usage_that_cannot_be_read_does_not_make_an_answer_free(usage):
+    noted = record()
+    read_whole(b'{"choices": [{"text": "xxxxxxxx"}], "usage": %b}' % usage, noted)
+    assert (noted.prompt_tokens, noted.output_tokens, noted.usage_source) == (1, 2, "estimate")
+
+
+@pytest.mark.parametrize("value", ODD)
+def test_usage_of_a_stream_that_cannot_be_read_counts_as_none(value):
+    noted = record()
+    reader = UsageReader(noted, hides_usage=True)
+    reader.feed(SAYS_USAGE + b"\n\n")
+    assert reader.feed(b'data: {"choices": [], "usage": {"completion_tokens": %b}}\n\n' % value) == b""
+    reader.note_cost()
+    assert (noted.prompt_tokens, noted.output_tokens, noted.usage_source) == (1, 1, "estimate")
+
+
+@pytest.mark.parametrize(
+    ("usage", "counts"),
+    [
+        (b'{"prompt_tokens": 10.0, "completion_tokens": 20.0}', (10, 20, "")),
+        (b'{"completion_tokens": 20}', (1, 20, "estimate")),
+        (b'{"prompt_tokens": 10, "completion_tokens": null}', (10, 1, "estimate")),
+    ],
+)
+def test_of_what_is_told_each_count_is_taken_and_the_other_estimated(usage, counts):
+    noted = record()
+    read_whole(b'{"choices": [{"text": "xxxx"}], "usage": %b}' % usage, noted)
+    assert (noted.prompt_tokens, noted.output_tokens, noted.usage_source) == counts
+    noted = record()
+    reader = UsageReader(noted, hides_usage=True)
+    reader.feed(SAYS_USAGE + b'\n\ndata: {"choices": [], "usage": %b}\n\n' % usage)
+    reader.note_cost()
+    assert (noted.prompt_tokens, noted.output_tokens, noted.usage_source) == counts
+
+
+def test_an_answer_without_choices_has_told_all_with_its_prompt():
+    noted = record()
+    read_whole(b'{"data": [], "usage": {"prompt_tokens": 8, "total_tokens": 8}}', noted)
+    assert (noted.prompt_tokens, noted.output_tokens, noted.usage_source) == (8, 0, "")
+
+
 @pytest.mark.parametrize(("told", "cached"), [(-7, 0), (10**30, 4), (3, 3)])
 def test_no_more_and_no_less_is_cached_than_can_be(told, cached):
     noted = record()
