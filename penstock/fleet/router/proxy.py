@@ -286,7 +286,7 @@ class Proxy:
         return response
 
     async def _settle_whole(self, exchange: Exchange, status: int, body: bytes) -> None:
-        if status >= 400:
+        if not (200 <= status < 300 and body):  # a redirect, or nothing at all, is the caller's to see and no answer
             exchange.account.fail(exchange.record, status)
             return
         read_whole(body, exchange.record)

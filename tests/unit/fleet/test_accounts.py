@@ -366,6 +366,22 @@ async def test_the_lease_of_a_stream_that_moves_goes_along_with_it(tenancy, brea
     assert booked(tenancy, "alice") is None  # the second replica's to book
 
 
+@pytest.mark.parametrize("status", [204, 302, 304])
+async def test_what_a_foreign_server_sends_without_an_answer_in_it_costs_nothing(tenancy, status):
+    async def answer(replica, request, body):
+        return web.Response(status=status, headers={"location": "/elsewhere"} if status == 302 else {})
+
+    headers, request = give_key(tenancy, tokens_per_day=12), {"model": "tiny", "prompt": [1] * 7, "max_tokens": 5}
+    replica = FakeReplica(answer=answer)
+    async with replica.running(), running_gateway(replica, kind="vllm", tenancy=tenancy) as running:
+        for _ in range(2):
+            url = f"{running.url}/v1/completions"
+            async with running.client.post(url, json=request, headers=headers, allow_redirects=False) as answered:
+                assert answered.status == status
+            await until(lambda: num_leases(tenancy) == 0)
+    assert booked(tenancy, "alice") is None
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 async def test_a_request_for_which_no_replica_is_ready_is_an_error_and_not_refused(tenancy, is_known):
     queue = msgspec.structs.replace(QUICK.queue, hold_seconds=0.05)
