@@ -10,6 +10,7 @@ from penstock.engine.scheduler.answer_lengths import AnswerLengths
 from penstock.engine.scheduler.cost_model import StepShape
 from penstock.engine.scheduler.request_state import LevelKey, RequestState, TenantAccount
 from penstock.engine.scheduler.rows import Rows
+from penstock.engine.scheduler.tenant_account import wanted_tokens
 from penstock.engine.scheduler.waiting_queue import WaitingQueue
 
 
@@ -58,16 +59,20 @@ class Claim:
     """What a request can ask of those that run: whether they leave the steps to its prompt."""
 
     request: RequestState
-    share: float  # of rows, that its tenant will hold with it and those of its own that go before it
+    demand: float  # of its tenant, with it, over its weight
+    num_requests: float  # the same
     least_counter: float  # who got less does not give way
 
     @classmethod
     def of(cls, request: RequestState, load: Load) -> "Claim":
         own = request.account
-        share = (own.num_rows + len(own.waiting) + request.call_answers) / own.weight
+        # Of a call this request is counted already.
+        num_coming = (request.call_answers - 1) / own.weight
+        demand = own.demand + num_coming * wanted_tokens(request.num_prompt_tokens)
+        num_requests = own.num_open / own.weight + num_coming
         counter = max(own.counter, load.waiting.least_counter(request.level))
         counter += (own.waiting_tokens + request.work.tokens) * own.prompt_cost
-        return cls(request, share, counter - load.waiting.quantum / own.weight)
+        return cls(request, demand, num_requests, counter - load.waiting.quantum / own.weight)
 
     def passes(self, level: LevelKey, account: TenantAccount) -> bool:
         """Whether the request's prompt runs before a tenant's of this level, and without its answers' tokens."""
@@ -76,10 +81,8 @@ class Claim:
         return account is not self.request.account and self.outranks(account)
 
     def outranks(self, account: TenantAccount) -> bool:
-        """Whether a tenant of the same level has more than the request's will, until its prompt has run."""
-        # One of its rows may be the one that the request gets.
-        has_more_rows = (account.num_rows - 1) / account.weight > self.share
-        return has_more_rows and account.counter >= self.least_counter
+        """Whether a tenant of the same level asks for more than the request's, until its prompt has run."""
+        return account.exceeds(self.demand, self.num_requests) and account.counter >= self.least_counter
 
 
 def ahead_of(claim: Claim, load: Load) -> Queue:

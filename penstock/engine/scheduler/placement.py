@@ -102,6 +102,7 @@ class Placement:
         self.waiting.remove(request)
         request.row = self.free_rows.pop()
         self.waiting.change_rows(request, 1)
+        request.account.last_start = self._clock()
         self._promise(request, max(0, promise - len(request.cache.blocks)))
         insort(self.running, request, key=rank)
         plan.row_starts.append(

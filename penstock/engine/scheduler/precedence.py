@@ -1,9 +1,9 @@
 """Who goes before whom: for a row, for prompt tokens, for a step.
 
-A better level goes before a worse one. Within a level the tenant that holds fewest rows for its weight goes first,
-unless it has got `quantum` more than another that waits: then the one that got least. A tenant that waits takes a row
-of one that holds more than its share, or leads it by `quantum`; and while a tenant's prompt runs, those who hold more
-rows than it leave it the step, until it has got `quantum` more than they. Changes nothing.
+A better level goes before a worse one. Within a level the tenant that asks for least for its weight goes first, unless
+it has got `quantum` more than another that waits: then the one that got least. A tenant that waits takes a row of one
+that holds more than its share, or leads it by `quantum`; and while a tenant's prompt runs, those who ask for more than
+it leave it the step, until it has got `quantum` more than they. Changes nothing.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ Precedence = tuple[LevelKey, bool, float, float, int, float, int]
 
 
 class Order:
-    """Whose prompt runs first: the tenant that holds fewest rows, unless it leads, then the one that got least."""
+    """Whose prompt runs first: the tenant that asks for least, unless it leads, then the one that got least."""
 
     def __init__(self, requests: Iterable[RequestState], least_waiting: dict[LevelKey, float], quantum: float) -> None:
         self._quantum = quantum
@@ -35,7 +35,7 @@ class Order:
         leads = account.counter - self._least.get(request.level, account.counter) > self._quantum / account.weight
         # Who has just come starts with the counter of the one that runs: without more it would wait for a step of its.
         newest = -account.came_with
-        return (request.level, leads, account.share, account.counter, newest, request.due, request.number)
+        return (request.level, leads, account.demand, account.counter, newest, request.due, request.number)
 
 
 def displaced_by(request: RequestState, running: Sequence[RequestState], quantum: float) -> RequestState | None:
@@ -74,7 +74,7 @@ def _yields(running: RequestState, request: RequestState) -> bool:
 
 
 def give_way(ready: Sequence[Ready], quantum: float, now: float, can_pause: Patience | None) -> Sequence[Ready]:
-    """Return who runs in the next step: whoever holds more than the tenant of the most urgent prompt pauses.
+    """Return who runs in the next step: whoever asks for more than the tenant of the most urgent prompt pauses.
 
     A row with a promised time per token does if it `can_pause`.
     """
@@ -105,9 +105,9 @@ def _accounts(ready: Sequence[Ready]) -> Iterable[TenantAccount]:
 
 
 def _owes(account: TenantAccount, best: RequestState, quantum: float) -> bool:
-    return (
-        account.share > best.account.share and best.account.counter - account.counter <= quantum / best.account.weight
-    )
+    first = best.account
+    has_more = account.exceeds(first.demand, first.num_open / first.weight)
+    return has_more and first.counter - account.counter <= quantum / first.weight
 
 
 def _pauses(

@@ -1,6 +1,6 @@
 """How many tokens of each prompt the next step runs, best first, and when a tenant's prompt has a step to itself.
 
-A prompt of a tenant that holds fewer rows than others runs without their prompts, so that its first token waits for no
+A prompt of a tenant that asks for less than others runs without their prompts, so that its first token waits for no
 more than its own time. It is one step more for the others, and costs them what every step takes. They lose no more than
 a small part of the device's time by it; where that is used up, their prompts fill the step. A prompt for which all
 others pause runs whole where it ends sooner so, and they go on sooner too. Knows nothing of blocks.
@@ -126,9 +126,10 @@ class PromptChunks:
 
 
 def _gives_way(request: RequestState, first: RequestState) -> bool:
-    """Whether a prompt is of a tenant that holds more than the first one's, and no time was promised to it."""
+    """Whether a prompt is of a tenant that asks for more than the first one's, and no time was promised to it."""
     is_promised = request.targets.ttft_seconds is not None or request.deadline_seconds is not None
-    return not is_promised and request.account.share > first.account.share
+    account = first.account
+    return not is_promised and request.account.exceeds(account.demand, account.num_open / account.weight)
 
 
 def _is_sooner_whole(costs: StepCosts, shape: StepShape, request: RequestState, remaining: int, chunk: int) -> bool:

@@ -4,6 +4,7 @@ There is no prefill phase and no decode phase. Prompt, prefix hit, sampled token
 preemption all move the same two numbers.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import msgspec
@@ -27,7 +28,9 @@ class TenantAccount:
     prompt_cost: float = 1.0  # what a prompt token adds to the counter
     drawn_cost: float = 1.0  # what a drawn token adds
     num_open: int = 0  # requests that have not ended
+    wanted_tokens: int = 0  # what those ask for, about
     num_rows: int = 0
+    last_start: float = -math.inf  # when one of its requests last got a row
     waiting: list[tuple[float, int, "RequestState"]] = field(default_factory=list)  # by urgency
     waiting_tokens: int = 0
     in_line: bool = False  # its level knows that it waits
@@ -37,6 +40,15 @@ class TenantAccount:
     def share(self) -> float:
         """Rows that it holds, over its weight."""
         return self.num_rows / self.weight
+
+    @property
+    def demand(self) -> float:
+        """What it asks for, whether that runs or waits, over its weight."""
+        return self.wanted_tokens / self.weight
+
+    def exceeds(self, demand: float, num_requests: float) -> bool:
+        """Whether it asks for more than this, both over a weight: in tokens, and not in one long prompt alone."""
+        return self.demand > demand and self.num_open / self.weight > num_requests
 
 
 @dataclass(slots=True, eq=False)

@@ -152,7 +152,7 @@ class Scheduler:
             cache=self.cache.open(
                 tenant=submit.tenant, adapter=submit.adapter, num_public_tokens=submit.num_public_tokens
             ),
-            account=self.waiting.open_account(level, submit.tenant, submit.weight),
+            account=self.waiting.open_account(level, submit.tenant, submit.weight, num_prompt),
             level=level,
             due=due,
             work=self._work(submit),

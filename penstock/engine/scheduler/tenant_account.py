@@ -17,13 +17,23 @@ PROMPT_TOKEN_COST = 1.0
 DRAWN_TOKEN_COST = 2.0
 
 
-# Service by which a tenant may lead another before holding fewer rows counts for nothing, and from which on it gives
+# Service by which a tenant may lead another before asking for less counts for nothing, and from which on it gives
 # rows up. A longest request costs at least twice as much.
 MAX_QUANTUM = 8192.0
+
+# What an answer counts for in what a tenant asks for, beside the prompt's tokens, and the most that a prompt counts
+# for: the prefix cache may have most of a long one.
+_ANSWER_TOKENS = 512
+_MOST_PROMPT_TOKENS = 8192
 
 
 def quantum_for(max_context_tokens: int) -> float:
     return min(MAX_QUANTUM, max_context_tokens / 2)
+
+
+def wanted_tokens(num_prompt_tokens: int) -> int:
+    """What a request adds to what its tenant asks for."""
+    return min(num_prompt_tokens, _MOST_PROMPT_TOKENS) + _ANSWER_TOKENS
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +45,8 @@ class Level:
     accounts: dict[str, TenantAccount] = field(default_factory=dict)
     # Tenants that wait, by a counter that they have at least: it is looked up again when one comes to the top.
     _by_counter: list[tuple[float, str]] = field(default_factory=list)
-    # Tenants by the share of rows that they held when it last changed; entries that are no longer true are dropped.
-    _by_share: list[tuple[float, float, str]] = field(default_factory=list)
+    # Tenants by what they asked for when it last changed; entries that are no longer true are dropped.
+    _by_demand: list[tuple[float, float, str]] = field(default_factory=list)
     _floor: float = 0.0  # the least counter of those that waited when somebody last asked
 
     def account(self, tenant: str, weight: float) -> TenantAccount:
@@ -59,7 +69,7 @@ class Level:
                 heapq.heappush(self._by_counter, (account.counter, account.tenant))
         insort(account.waiting, (request.due, request.number, request))
         if len(account.waiting) == 1:
-            self._note_share(account)
+            self._note_demand(account)
         request.queued_tokens = request.remaining
         account.waiting_tokens += request.queued_tokens
 
@@ -68,17 +78,19 @@ class Level:
         del account.waiting[bisect_left(account.waiting, (request.due, request.number))]
         account.waiting_tokens -= request.queued_tokens
 
-    def change_rows(self, account: TenantAccount, change: int) -> None:
-        account.num_rows += change
+    def change_demand(self, account: TenantAccount, num_requests: int, num_tokens: int) -> None:
+        """Requests for so many tokens together have come, or ended where both are below zero."""
+        account.num_open += num_requests
+        account.wanted_tokens += num_tokens
         if account.waiting:
-            self._note_share(account)
+            self._note_demand(account)
 
     def best(self) -> RequestState | None:
-        """The request to start next: of the tenant that holds fewest rows, unless it leads the one that got least."""
+        """The request to start next: of the tenant that asks for least, unless it leads the one that got least."""
         least = self._least_account()
         if least is None:
             return None
-        chosen = self._poorest()
+        chosen = self._most_modest()
         if chosen is None or chosen.counter - least.counter > self.quantum / chosen.weight:
             chosen = least
         return chosen.waiting[0][2]
@@ -108,19 +120,19 @@ class Level:
                 return account
         return None
 
-    def _note_share(self, account: TenantAccount) -> None:
-        heapq.heappush(self._by_share, (account.share, account.counter, account.tenant))
-        if len(self._by_share) > 2 * len(self._by_counter) + 64:
+    def _note_demand(self, account: TenantAccount) -> None:
+        heapq.heappush(self._by_demand, (account.demand, account.counter, account.tenant))
+        if len(self._by_demand) > 2 * len(self._by_counter) + 64:
             # Keep one entry, the true one, of each tenant that waits.
             waiting = [self.accounts[tenant] for _, tenant in self._by_counter]
-            self._by_share = [(item.share, item.counter, item.tenant) for item in waiting if item.waiting]
-            heapq.heapify(self._by_share)
+            self._by_demand = [(item.demand, item.counter, item.tenant) for item in waiting if item.waiting]
+            heapq.heapify(self._by_demand)
 
-    def _poorest(self) -> TenantAccount | None:
-        while self._by_share:
-            share, _, tenant = self._by_share[0]
+    def _most_modest(self) -> TenantAccount | None:
+        while self._by_demand:
+            demand, _, tenant = self._by_demand[0]
             account = self.accounts.get(tenant)
-            if account is not None and account.waiting and account.share == share:
+            if account is not None and account.waiting and account.demand == demand:
                 return account
-            heapq.heappop(self._by_share)
+            heapq.heappop(self._by_demand)
         return None

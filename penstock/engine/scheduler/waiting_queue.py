@@ -1,15 +1,16 @@
 """Requests that hold no row, best first: tier, priority, then the tenant that got least, then the most urgent.
 
 Whoever waits rises by one priority for each `AGEING_SECONDS`, so that no stream of better requests can keep it waiting
-for ever; of one tenant one at a time, or a flood would pass the new requests of all others once it is old enough. The
-batch tier does not rise, since it is there to wait. Bounded by the scheduler.
+for ever; of one tenant one at a time, or a flood would pass the new requests of all others once it is old enough, and
+none while others of the tenant start at its level: those are what it waits for. The batch tier does not rise, since it
+is there to wait. Bounded by the scheduler.
 """
 
 import heapq
 from collections.abc import Iterator
 
 from penstock.engine.scheduler.request_state import LevelKey, RequestState, TenantAccount
-from penstock.engine.scheduler.tenant_account import Level
+from penstock.engine.scheduler.tenant_account import Level, wanted_tokens
 from penstock.request import MAX_PRIORITY
 
 AGEING_SECONDS = 10.0
@@ -46,16 +47,18 @@ class WaitingQueue:
         accounts = [level.accounts.get(tenant) for level in self._order if level.key[0] == tier]
         return sum([len(account.waiting) for account in accounts if account is not None])
 
-    def open_account(self, level: LevelKey, tenant: str, weight: float) -> TenantAccount:
+    def open_account(self, level: LevelKey, tenant: str, weight: float, num_prompt_tokens: int) -> TenantAccount:
         """Return the account that a request of the tenant counts for; `dismiss` the request at its end."""
-        account = self._level(level).account(tenant, weight)
-        account.num_open += 1
+        at = self._level(level)
+        account = at.account(tenant, weight)
+        at.change_demand(account, 1, wanted_tokens(num_prompt_tokens))
         return account
 
     def dismiss(self, request: RequestState) -> None:
         """Take an ended request off its account."""
-        request.account.num_open -= 1
-        self._levels[request.level].close(request.account)
+        level = self._levels[request.level]
+        level.change_demand(request.account, -1, -wanted_tokens(request.num_prompt_tokens))
+        level.close(request.account)
 
     def push(self, request: RequestState, now: float) -> None:
         self._members[request.number] = request
@@ -83,7 +86,7 @@ class WaitingQueue:
 
     def change_rows(self, request: RequestState, change: int) -> None:
         """The request got or left a row."""
-        self._levels[request.level].change_rows(request.account, change)
+        request.account.num_rows += change
 
     def least_counters(self) -> dict[LevelKey, float]:
         """The counter of the tenant that got least, at each level where somebody waits."""
@@ -107,11 +110,16 @@ class WaitingQueue:
             self.dismiss(request)
             request.level = (request.level[0], request.level[1] - 1)
             request.num_rises += 1
-            request.account = self.open_account(request.level, request.tenant, weight)
+            request.account = self.open_account(request.level, request.tenant, weight, request.num_prompt_tokens)
             self.push(request, now)
 
     def _take_turn(self, request: RequestState, now: float) -> float | None:
-        """Take the tenant's turn to rise; return when there is one again where another request has just had it."""
+        """Take the tenant's turn to rise; return when there is one again where another request has just had it.
+
+        While requests of the tenant start at this level, the others wait for its own, and none of them rises.
+        """
+        if now - request.account.last_start < AGEING_SECONDS:
+            return request.account.last_start + AGEING_SECONDS
         place = (request.tenant, request.level)
         later = self._next_rises.get(place, now)
         if later > now:

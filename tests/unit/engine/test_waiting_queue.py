@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from penstock.engine.cache.kv_cache import RequestCache
 from penstock.engine.scheduler.prompt_work import PromptWork
 from penstock.engine.scheduler.request_state import RequestState
@@ -11,25 +13,38 @@ from penstock.request import SamplingParams
 QUANTUM = 100.0
 
 
-def make_request(queue, number, tenant, *, due=0.0, level=(0, 0), weight=1.0):
+def make_request(queue, number, tenant, *, due=0.0, level=(0, 0), weight=1.0, num_tokens=4):
     return RequestState(
-        number=number, client=b"", request_id=str(number), tokens=[1] * 4, num_prompt_tokens=4, max_total_tokens=8,
+        number=number, client=b"", request_id=str(number), tokens=[1] * num_tokens,
+        num_prompt_tokens=num_tokens, max_total_tokens=num_tokens + 4,
         params=SamplingParams(), stop_ids=frozenset(), seed=0, arrival=0.0, cache=RequestCache(b""), tenant=tenant,
-        account=queue.open_account(level, tenant, weight), level=level, due=due,
-        work=PromptWork.of_one(4),
+        account=queue.open_account(level, tenant, weight, num_tokens), level=level, due=due,
+        work=PromptWork.of_one(num_tokens),
     )  # fmt: skip
 
 
-def test_the_tenant_with_fewest_rows_goes_first_until_it_leads_by_the_quantum():
+@pytest.mark.parametrize("more", [(4, 4), (2000,)])
+def test_the_tenant_that_asks_for_least_goes_first_until_it_leads_by_the_quantum(more):
     queue = WaitingQueue(QUANTUM)
-    first, second = make_request(queue, 0, "a"), make_request(queue, 1, "b")
-    for item in (first, second):
+    first, *_ = asked = [make_request(queue, number, "a", num_tokens=tokens) for number, tokens in enumerate(more)]
+    second = make_request(queue, 9, "b")
+    for item in (*asked, second):
         queue.push(item, 0.0)
-    queue.change_rows(first, 1)
     assert queue.best() is second
     second.account.counter += QUANTUM / 2
     assert queue.best() is second
     second.account.counter += QUANTUM
+    assert queue.best() is first
+
+
+def test_who_has_ended_asks_for_nothing_any_more():
+    queue = WaitingQueue(QUANTUM)
+    ended, first, second = make_request(queue, 0, "a"), make_request(queue, 1, "a"), make_request(queue, 2, "b")
+    for item in (first, second):
+        queue.push(item, 0.0)
+    second.account.counter += 1.0
+    assert queue.best() is second
+    queue.dismiss(ended)
     assert queue.best() is first
 
 
@@ -68,7 +83,7 @@ def test_the_books_do_not_grow_with_what_has_passed():
         queue.change_rows(item, -1)
         queue.dismiss(item)
     (level,) = queue.levels
-    assert len(level._by_share) < 100
+    assert len(level._by_demand) < 100
     assert len(level._by_counter) <= 3
     assert len(queue._risers) < 100
     assert set(level.accounts) <= set("abc")
@@ -89,6 +104,17 @@ def test_of_one_tenants_old_requests_one_at_a_time_rises_above_anothers_new_one(
     queue.remove(old[0])
     queue.age(now + RISE_INTERVAL_SECONDS / 2)
     assert queue.best() is newcomer
+
+
+def test_none_rises_while_others_of_its_tenant_start_where_it_waits():
+    queue = WaitingQueue(QUANTUM)
+    old = make_request(queue, 0, "a")
+    queue.push(old, 0.0)
+    old.account.last_start = AGEING_SECONDS - 1.0
+    queue.age(1.9 * AGEING_SECONDS - 1.0)
+    assert old.level == (0, 0)
+    queue.age(2.0 * AGEING_SECONDS)
+    assert old.level == (0, -1)
 
 
 def test_all_old_requests_of_a_tenant_rise_in_the_end():

@@ -7,12 +7,12 @@ from penstock.request import NO_TARGETS, Targets
 from tests.fakes.flood import FloodedEngine, asked_now_and_then, flood, h200
 
 
-def ask(prompt, *, times, num_flooding, seconds=0.2, targets=NO_TARGETS):
+def ask(prompt, *, times, num_flooding, seconds=0.2, targets=NO_TARGETS, shape=(1024, 128)):
     """Ask so often, alone and in a flood of another tenant."""
     server = h200()
     asked, others = [
         [msgspec.structs.replace(submit, targets=targets) for submit in submits]
-        for submits in (asked_now_and_then(times, prompt, seconds), flood(num_flooding))
+        for submits in (asked_now_and_then(times, prompt, seconds), flood(num_flooding, *shape))
     ]
     return FloodedEngine(server).run(asked), FloodedEngine(server).run([*asked, *others])
 
@@ -29,6 +29,20 @@ def test_a_short_prompt_waits_for_the_steps_under_way_and_for_itself():
 def test_a_long_prompts_first_token_comes_within_1_3_times_its_solo_time(prompt, seconds):
     alone, flooded = ask(prompt, times=round(6 / seconds), num_flooding=250, seconds=seconds)
     assert flooded.ms("ttft", 0.95) <= 1.3 * alone.ms("ttft", 0.95)
+
+
+@pytest.mark.parametrize(
+    ("num_flooding", "shape"), [(30, (8192, 16)), (300, (1024, 1)), (8, (32000, 16)), (750, (64, 1))]
+)
+def test_so_it_does_where_few_of_a_flood_hold_rows(num_flooding, shape):
+    alone, flooded = ask(2048, times=24, num_flooding=num_flooding, shape=shape)
+    assert flooded.ms("ttft", 0.95) <= 1.3 * alone.ms("ttft", 0.95)
+
+
+def test_a_flood_of_prompts_that_has_waited_for_long_passes_nobody():
+    # Each of its prompts takes over a second, and those that wait have waited for 10 s when the last is asked for.
+    _, flooded = ask(2048, times=24, num_flooding=14, seconds=0.5, shape=(32000, 16))
+    assert flooded.ms("before", 1.0) < 25.0
 
 
 def test_a_prompt_for_which_a_flood_pauses_runs_whole_where_it_ends_sooner_so():
