@@ -52,6 +52,8 @@ class Entrance:
             if not call.keeps_pace:
                 self._lose_pace(request)
             return
+        if self._foresight is not None and request.is_promised:
+            self._foresight.pace.note_stated_time()
         try:
             self._check_call(request)
         except PenstockError as error:

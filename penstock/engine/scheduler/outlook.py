@@ -225,7 +225,7 @@ class _Course:
         self._waiting_answer_tokens = 0.0
         self._steady: dict[tuple[int, int], tuple[int, float]] = {}  # by rows and prompt tokens
         self._tightest = _tightest(members)
-        self._is_promised = any([other.targets.ttft_seconds or other.deadline_seconds for other in (*members, *others)])
+        self._is_promised = any([other.is_promised for other in (*members, *others)])
         self._gives_way = False
         self._others_seconds = self._longest_step(others)
 

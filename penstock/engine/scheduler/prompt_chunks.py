@@ -128,6 +128,7 @@ class PromptChunks:
 def _gives_way(request: RequestState, first: RequestState) -> bool:
     """Whether a prompt is of a tenant that asks for more than the first one's, and no time was promised to it."""
     is_promised = request.targets.ttft_seconds is not None or request.deadline_seconds is not None
+    is_promised = is_promised and not request.best_effort
     account = first.account
     return not is_promised and request.account.exceeds(account.demand, account.num_open / account.weight)
 

@@ -17,6 +17,9 @@ from penstock.request import NO_TARGETS, OWN_TARGETS, SamplingParams, TargetOrig
 # (0 online, 1 batch; minus the priority): smaller goes first.
 LevelKey = tuple[int, int]
 
+# A deadline that is further away is kept whatever the steps are like.
+_NEAR_SECONDS = 10.0
+
 
 @dataclass(slots=True, eq=False)
 class TenantAccount:
@@ -105,6 +108,13 @@ class RequestState:
     def deadline(self) -> float | None:
         """When it ends, whatever it has got."""
         return None if self.deadline_seconds is None else self.arrival + self.deadline_seconds
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether it is let in only where a time can be kept that longer steps could break."""
+        times = (self.targets.ttft_seconds, self.targets.time_per_token_seconds)
+        is_near = self.deadline_seconds is not None and self.deadline_seconds < _NEAR_SECONDS
+        return not self.best_effort and (is_near or any([time is not None for time in times]))
 
     @property
     def known(self) -> int:

@@ -35,7 +35,7 @@ from penstock.engine.scheduler.step_plan import (
 from penstock.engine.scheduler.tenant_account import quantum_for
 from penstock.engine.speculative.interface import Drafter
 from penstock.errors import DeadlineExceeded, EngineFailed, InvalidParameter, PenstockError
-from penstock.request import NO_TARGETS, FinishReason, Targets, Tier
+from penstock.request import FinishReason, Targets, Tier
 
 # Which client gets which event.
 Addressed = tuple[bytes, TokenEvent]
@@ -107,9 +107,6 @@ class Scheduler:
         """Queue a request. Raises a RequestError, Overloaded or DeadlineExceeded, and then nothing has changed."""
         check_submit(submit, max_context_tokens=self.config.max_context_tokens, vocab_size=self.config.vocab_size)
         request = self._open(submit, client)
-        states_time = request.targets != NO_TARGETS or request.deadline is not None
-        if self._foresight is not None and states_time:
-            self._foresight.pace.note_stated_time()
         try:
             self._entrance.admit(request)
         except PenstockError:
@@ -120,6 +117,7 @@ class Scheduler:
         self.waiting.push(request, self._clock())
         if self._foresight is not None:
             self._foresight.pace.note_arrival(request.tenant, request.num_prompt_tokens)
+            self._foresight.pace.note_promise(request)
             self._foresight.admission.note_taken(request, self.placement.lengths)
         if request.deadline is not None:
             self._watch_deadline(request.deadline, request.number)
@@ -525,6 +523,8 @@ class Scheduler:
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.placement.lengths.note(request, stopped=reason is FinishReason.STOP)
         self.placement.release(request, forget=forget)
+        if self._foresight is not None:
+            self._foresight.pace.note_end(request)
         self.metrics.num_finished[reason.value] += 1
         self.metrics.e2e.observe(self._clock() - request.arrival)
         event.finish = reason

@@ -22,9 +22,12 @@ _SHARED_DECODE_TIMES = 1.75
 _LONE_DECODE_TIMES = 1.7
 _SHARED_SECONDS = 10.0
 # ... or up to this part of the time that all waiting prompts take: with a long queue the one thing that helps is speed.
-# Not where callers have names: the next one's should not have to wait for it. Nor where they state times: what is
+# Not where callers have names: the next one's should not have to wait for it. Nor where times are promised: what is
 # foreseen for them is exact to a step.
 _BACKLOG_PART = 0.3
+# Steps stay as short as promised times need them so long behind the last request that asked for one, too: what it is
+# told, be it a time to come back, is foreseen with them.
+_PROMISED_SECONDS = 10.0
 # In a burst, though, until the first prompt ends and no longer: whole prompts run faster than pieces, and nobody's
 # first token waits for another's prompt. So many that wait are a burst, and so is one that is late: its first token
 # will come after more than so many times what the prompt takes. Much later it is no burst but overload: only speed
@@ -65,7 +68,8 @@ class ServingPace(Pace):
         self._efficient_for: StepCosts | None = None
         self._efficient_seconds: dict[float, float] = {}  # by how efficient
         self._has_names = False
-        self._has_times = False
+        self._num_promised = 0  # requests that are there
+        self._promised_until = -math.inf
         self._last_arrival: tuple[str, float] | None = None  # tenant and time
         self._shared_until = -math.inf
         self._short_until = -math.inf
@@ -85,8 +89,16 @@ class ServingPace(Pace):
         self._last_arrival = (tenant, now)
 
     def note_stated_time(self) -> None:
-        """A request says by when it wants something."""
-        self._has_times = True
+        """A request asks to be promised a time."""
+        self._promised_until = self._clock() + _PROMISED_SECONDS
+
+    def note_promise(self, request: RequestState) -> None:
+        """A request was taken in, perhaps with a promise."""
+        self._num_promised += request.is_promised
+
+    def note_end(self, request: RequestState) -> None:
+        """A request that was taken in has ended."""
+        self._num_promised -= request.is_promised
 
     def step_tokens(self, ready: Sequence[Ready], waiting: Iterable[RequestState]) -> int:
         shape = decode_shape(ready)
@@ -105,7 +117,7 @@ class ServingPace(Pace):
         prompts = [request for request, remaining in ready if remaining > 1]
         prompts.extend(waiting)
         # Who was promised a time was promised it with short steps.
-        is_promised = any([request.targets.ttft_seconds or request.deadline_seconds for request in prompts])
+        is_promised = any([request.is_promised for request in prompts])
         is_burst = self.end_seconds(ready, waiting) > 0.0
         num_tokens = 0 if is_promised or is_burst else sum([request.remaining for request in prompts])
         seconds = self.comfortable_seconds(decode_shape(ready), num_tokens)
@@ -192,6 +204,11 @@ class ServingPace(Pace):
     def batch_allowance(self, shape: StepShape) -> float:
         """How long a step may take with batch work in it, that takes `shape` without."""
         return self._times.model.seconds(shape) * (1.0 + BATCH_PART)
+
+    @property
+    def _has_times(self) -> bool:
+        """Whether callers are promised times."""
+        return self._num_promised > 0 or self._clock() < self._promised_until
 
     @property
     def _is_shared(self) -> bool:

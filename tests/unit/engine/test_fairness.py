@@ -313,3 +313,40 @@ def test_a_long_queue_makes_steps_longer_where_callers_have_no_names():
 @pytest.mark.parametrize("terms", [{"tenant": "a"}, {"targets": Targets(ttft_seconds=30.0)}])
 def test_but_not_where_others_may_come_or_a_time_was_promised(terms):
     assert longest_step(200, **terms) < 1.5 * longest_step(4, **terms)
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"deadline_seconds": 600.0},
+        {"deadline_seconds": 600.0, "best_effort": True},
+        {"targets": Targets(ttft_seconds=30.0, time_per_token_seconds=1.0), "best_effort": True},
+    ],
+)
+def test_a_deadline_and_what_best_effort_asks_for_make_no_step_shorter(terms):
+    assert longest_step(200, **terms) == longest_step(200)
+
+
+def test_a_promised_time_makes_steps_shorter_while_it_is_there_and_for_10_seconds():
+    def longest_after(seconds, **terms):
+        engine = VirtualEngine(known=H200_LLAMA_8B)
+        engine.run([request("promised", 0.0, prompt=1024, answer=16, **terms)])
+        first = len(engine.runner.shapes)
+        engine.run([request(f"{index}", seconds, prompt=1024, answer=16) for index in range(200)])
+        return max(shape.prompt_tokens for shape in engine.runner.shapes[first + 1 :])
+
+    promised = {"targets": Targets(ttft_seconds=30.0)}
+    assert longest_after(5.0, **promised) < longest_after(5.0)
+    assert longest_after(15.0, **promised) == longest_after(15.0)
+
+
+def test_who_was_refused_makes_no_step_shorter_for_long():
+    def crowd(name, moment):
+        return [request(f"{name}{index}", moment, prompt=1024, answer=16) for index in range(200)]
+
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    late = request("late", 0.001, prompt=1024, answer=16, targets=Targets(ttft_seconds=0.1))
+    assert engine.run([*crowd("first", 0.0), late])["late"].refused
+    first = len(engine.runner.shapes)
+    engine.run(crowd("then", 100.0))
+    assert max(shape.prompt_tokens for shape in engine.runner.shapes[first + 1 :]) == longest_step(200)
