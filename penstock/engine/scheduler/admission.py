@@ -197,6 +197,18 @@ class Admission:
         message += "; try again after the time in Retry-After, or accept a late answer with best_effort"
         return Overloaded(message, retry_after_seconds=max(_LEAST_RETRY_SECONDS, wait))
 
+    def full_queue_seconds(self, request: RequestState, load: Load, num_endings: int, now: float) -> float:
+        """How long until there is a place for the request and its terms could be kept, if nobody else came."""
+        seconds = self.place_seconds(load, num_endings, now)
+        if not self._times.model.is_trusted:
+            return seconds
+        seconds *= _RETRY_PART
+        forecast = self.forecast(request, load, now)
+        reason = None if request.has_moved else self.check(request, forecast)
+        if reason is None:
+            return seconds
+        return max(seconds, self.refusal(reason, request, forecast, load, now).retry_after_seconds)
+
     def _is_late_by_way(self, request: RequestState, forecast: Forecast, load: Load, now: float) -> bool:
         """Whether the same request would be in time if it came now."""
         way = now - request.arrival

@@ -109,7 +109,7 @@ class Entrance:
             refused["queue_full"] += 1
             seconds = _GUESSED_SECONDS
             if admission is not None:
-                seconds = admission.place_seconds(load, no_place.num_endings, now)
+                seconds = admission.full_queue_seconds(request, load, no_place.num_endings, now)
             message = f"{no_place.message}; try again after the time in Retry-After"
             raise Overloaded(message, retry_after_seconds=seconds)
         if self._foresight is not None:

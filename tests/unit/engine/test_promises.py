@@ -124,6 +124,20 @@ def test_a_full_queues_retry_after_is_when_a_place_is_free():
     assert not engine.submit(request("in-time", engine.clock.now)).refused
 
 
+@pytest.mark.parametrize(
+    "terms", [{}, {"targets": Targets(ttft_seconds=0.1), "answer": 5}, {"deadline_seconds": 0.4, "answer": 30}]
+)
+def test_who_waits_as_a_full_queue_told_is_let_in_with_its_terms(terms):
+    engine = VirtualEngine(known=H200_LLAMA_8B, max_running=2, max_waiting=3)
+    for index in range(5):
+        engine.submit(request(f"{index}", prompt=100, answer=500 + 200 * index))
+    engine.run([], until=0.2)
+    refused = engine.submit(request("refused", engine.clock.now, prompt=100, **terms)).last
+    assert refused is not None and refused.retry_after_seconds is not None
+    engine.run([], until=engine.clock.now + refused.retry_after_seconds)
+    assert not engine.submit(request("again", engine.clock.now, prompt=100, **terms)).refused
+
+
 def fill(engine, stop_token=9, **params):
     """Take every place of an engine that runs two and lets four wait, with answers of 400 tokens that may stop."""
     for index in range(6):
