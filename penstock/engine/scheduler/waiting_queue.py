@@ -2,11 +2,12 @@
 
 Whoever waits rises by one priority for each `AGEING_SECONDS`, so that no stream of better requests can keep it waiting
 for ever; of one tenant one at a time, or a flood would pass the new requests of all others once it is old enough, and
-none while others of the tenant start at its level: those are what it waits for. The batch tier does not rise, since it
-is there to wait. Bounded by the scheduler.
+beside other tenants none while others of its own start at its level: those are what it waits for. The batch tier does
+not rise, since it is there to wait. Bounded by the scheduler.
 """
 
 import heapq
+import math
 from collections.abc import Iterator
 
 from penstock.engine.scheduler.request_state import LevelKey, RequestState, TenantAccount
@@ -28,6 +29,7 @@ class WaitingQueue:
         self._members: dict[int, RequestState] = {}
         self._num_of_tier: dict[int, int] = {}
         self._risers: list[tuple[float, int]] = []  # when a waiting request may rise next
+        self._shared_until = -math.inf  # somebody came beside another tenant within the last `AGEING_SECONDS`
         self._next_rises: dict[tuple[str, LevelKey], float] = {}  # when a tenant's next may rise from a level
 
     def __len__(self) -> int:
@@ -63,7 +65,10 @@ class WaitingQueue:
     def push(self, request: RequestState, now: float) -> None:
         self._members[request.number] = request
         self._num_of_tier[request.level[0]] = self.num_of_tier(request.level[0]) + 1
-        self._levels[request.level].push(request)
+        level = self._levels[request.level]
+        level.push(request)
+        if len(level.accounts) > 1:
+            self._shared_until = now + AGEING_SECONDS
         if _can_rise(request):
             heapq.heappush(self._risers, (now + AGEING_SECONDS, request.number))
 
@@ -116,10 +121,12 @@ class WaitingQueue:
     def _take_turn(self, request: RequestState, now: float) -> float | None:
         """Take the tenant's turn to rise; return when there is one again where another request has just had it.
 
-        While requests of the tenant start at this level, the others wait for its own, and none of them rises.
+        While requests of the tenant start at this level, the others wait for its own, and none of them rises, unless
+        there is no other tenant that it could pass.
         """
-        if now - request.account.last_start < AGEING_SECONDS:
-            return request.account.last_start + AGEING_SECONDS
+        may_rise_at = min(request.account.last_start + AGEING_SECONDS, self._shared_until)
+        if now < may_rise_at:
+            return may_rise_at
         place = (request.tenant, request.level)
         later = self._next_rises.get(place, now)
         if later > now:

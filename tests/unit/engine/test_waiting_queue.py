@@ -108,12 +108,22 @@ def test_of_one_tenants_old_requests_one_at_a_time_rises_above_anothers_new_one(
 
 def test_none_rises_while_others_of_its_tenant_start_where_it_waits():
     queue = WaitingQueue(QUANTUM)
-    old = make_request(queue, 0, "a")
+    old, other = make_request(queue, 0, "a"), make_request(queue, 1, "b")
     queue.push(old, 0.0)
+    queue.push(other, AGEING_SECONDS)
     old.account.last_start = AGEING_SECONDS - 1.0
     queue.age(1.9 * AGEING_SECONDS - 1.0)
     assert old.level == (0, 0)
     queue.age(2.0 * AGEING_SECONDS)
+    assert old.level == (0, -1)
+
+
+def test_one_rises_above_those_of_its_own_tenant_where_there_is_no_other():
+    queue = WaitingQueue(QUANTUM)
+    old = make_request(queue, 0, "a")
+    queue.push(old, 0.0)
+    old.account.last_start = AGEING_SECONDS
+    queue.age(AGEING_SECONDS)
     assert old.level == (0, -1)
 
 
