@@ -47,6 +47,7 @@ class Level:
     _by_counter: list[tuple[float, str]] = field(default_factory=list)
     # Tenants by what they asked for when it last changed; entries that are no longer true are dropped.
     _by_demand: list[tuple[float, float, str]] = field(default_factory=list)
+    num_tenants: int = 0  # with requests that have not ended
     _floor: float = 0.0  # the least counter of those that waited when somebody last asked
 
     def account(self, tenant: str, weight: float) -> TenantAccount:
@@ -80,7 +81,9 @@ class Level:
 
     def change_demand(self, account: TenantAccount, num_requests: int, num_tokens: int) -> None:
         """Requests for so many tokens together have come, or ended where both are below zero."""
+        had_any = account.num_open > 0
         account.num_open += num_requests
+        self.num_tenants += (account.num_open > 0) - had_any
         account.wanted_tokens += num_tokens
         if account.waiting:
             self._note_demand(account)

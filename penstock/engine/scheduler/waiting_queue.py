@@ -67,7 +67,7 @@ class WaitingQueue:
         self._num_of_tier[request.level[0]] = self.num_of_tier(request.level[0]) + 1
         level = self._levels[request.level]
         level.push(request)
-        if len(level.accounts) > 1:
+        if level.num_tenants > 1:
             self._shared_until = now + AGEING_SECONDS
         if _can_rise(request):
             heapq.heappush(self._risers, (now + AGEING_SECONDS, request.number))
