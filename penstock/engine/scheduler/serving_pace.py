@@ -35,6 +35,10 @@ _PROMISED_SECONDS = 10.0
 _BURST_PROMPTS = 2
 _LATE_TIMES = 3.0
 _OVERLOAD_TIMES = 8.0
+# While one is as late as this, answers pause for it, for so many steps in a row: a few tokens less in a second for
+# those that have begun, and prompts run without what rows cost beside them.
+_PAUSE_TIMES = 4.0
+_MOST_PAUSED_STEPS = 2
 # While several tenants are there, speed alone makes no step of prompts longer than one of which this part is what every
 # step takes; nor does a long prompt that is not due yet, while short ones come. Shorter steps would slow prompts down
 # more than they help the others.
@@ -60,6 +64,8 @@ BATCH_PART = 0.05
 
 class ServingPace(Pace):
     """For requests that somebody waits for."""
+
+    may_pause = True
 
     def __init__(self, times: StepTimes, max_step_tokens: int, clock: Callable[[], float]) -> None:
         self._times = times
@@ -126,8 +132,21 @@ class ServingPace(Pace):
 
     def end_seconds(self, ready: Sequence[Ready], waiting: Iterable[RequestState]) -> float:
         """How long the next step may take, if that is longer, until a prompt ends."""
+        return self._burst(ready, waiting)[0]
+
+    def choose(self, ready: Sequence[Ready], waiting: Iterable[RequestState]) -> Sequence[Ready]:
+        if self._times.num_without_answers >= _MOST_PAUSED_STEPS:
+            return ready
+        prompts = [item for item in ready if item[1] > 1]
+        waiting = list(waiting)
+        if (not prompts and not waiting) or self._burst(ready, waiting)[1] < _PAUSE_TIMES:
+            return ready
+        return prompts
+
+    def _burst(self, ready: Sequence[Ready], waiting: Iterable[RequestState]) -> tuple[float, float]:
+        """Return when the latest first token of a burst will come, and how many times its prompt's own time that is."""
         if not self._may_hurry:
-            return 0.0
+            return 0.0, 0.0
         token_seconds = self._times.model.costs.token_seconds
         now = self._clock()
         num_prompts = num_tokens = 0
@@ -138,10 +157,11 @@ class ServingPace(Pace):
             seconds = now - request.arrival + num_tokens * token_seconds
             times = seconds / max(request.num_prompt_tokens * token_seconds, 1e-9)
             if times > _OVERLOAD_TIMES:
-                return 0.0
+                return 0.0, 0.0
             if times > latest_times:
                 latest_seconds, latest_times = seconds, times
-        return latest_seconds if num_prompts >= _BURST_PROMPTS or latest_times > _LATE_TIMES else 0.0
+        is_burst = num_prompts >= _BURST_PROMPTS or latest_times > _LATE_TIMES
+        return (latest_seconds, latest_times) if is_burst else (0.0, 0.0)
 
     def steady_step(
         self, shape: StepShape, time_per_token: float | None, context: int = 0, num_prompt_tokens: int = 0

@@ -24,10 +24,13 @@ class StepTimes:
         self._launched: deque[tuple[StepShape, float]] = deque()  # shape, when it was launched
         self._last_done: float | None = None
         self.num_launched = 0
+        self.num_without_answers = 0  # of the last launched, in a row
 
     def launch(self, plan: StepPlan) -> None:
-        self._launched.append((shape_of(plan), self._clock()))
+        shape = shape_of(plan)
+        self._launched.append((shape, self._clock()))
         self.num_launched += 1
+        self.num_without_answers = 0 if shape.num_rows else self.num_without_answers + 1
 
     def settle(self, seconds: float, now: float) -> float:
         """The oldest launched step is done, `seconds` after its launch; return what it took by itself."""

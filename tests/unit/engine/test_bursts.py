@@ -50,3 +50,15 @@ def test_a_prompt_that_is_alone_and_not_late_runs_in_pieces_beside_the_answers()
 def test_in_overload_prompts_run_together():
     steps, _ = run(num_prompts=120, gap=0.0001)
     assert max(shape.prompt_tokens for shape in steps) > 4 * PROMPT
+
+
+def test_answers_pause_for_late_prompts_for_two_steps_in_a_row_at_most():
+    steps, _ = run()
+    paused = "".join("." if shape.num_rows else "p" for shape in steps)
+    assert "pp" in paused
+    assert "ppp" not in paused
+
+
+def test_and_do_not_pause_for_two_that_are_not_late():
+    steps, _ = run(num_prompts=2)
+    assert all(shape.num_rows for shape in steps)
