@@ -262,11 +262,11 @@ def _product_kernel(
     x_at = x_ptr + token * (ACTIVE * DEPTH) + number[:, None, None] * DEPTH + inner
     total = tl.zeros([SLOTS, COLUMNS, TILE], tl.float32)
     for start in tl.range(0, DEPTH, TILE, num_stages=STAGES):
-        x = tl.load(x_at + start, mask=there, other=0.0)
+        # Weighed here and not at the end: the last sums are then of sums alone, which every lane adds up alike.
+        x = tl.load(x_at + start, mask=there, other=0.0) * shares[:, None, None]
         total += tl.load(weight_at + start).to(tl.float32) * x
-    parts = tl.sum(total, axis=2) * shares[:, None]
     at = stream_ptr + token * width + column
-    kept = tl.load(at).to(tl.float32) + tl.sum(parts, axis=0)
+    kept = tl.load(at).to(tl.float32) + tl.sum(tl.sum(total, axis=2), axis=0)
     tl.store(at, kept.to(stream_ptr.dtype.element_ty))
 
 
