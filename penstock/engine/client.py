@@ -75,6 +75,11 @@ class TokenStream(AsyncIterator[TokenEvent]):
         """Whether `take` has something to give, or to raise."""
         return bool(self._waiting) or (self._failure is not None and not self._ended)
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        """How many tokens have arrived and were not taken."""
+        return sum([len(event.token_ids) for event in self._waiting])
+
     def listen(self, on_arrival: Callable[[], None]) -> None:
         """Have this called whenever something arrives, and now where something has."""
         self._on_arrival = on_arrival

@@ -37,6 +37,8 @@ class EventStream(Protocol):
 
     @property
     def has_more(self) -> bool: ...
+    @property
+    def num_waiting_tokens(self) -> int: ...
     def listen(self, on_arrival: Callable[[], None]) -> None: ...
     def take(self, max_tokens: int | None = None) -> TokenEvent | None: ...
     def abort(self, reason: FinishReason = FinishReason.ABORT) -> None: ...
@@ -96,6 +98,7 @@ class Choice:
         self.note: PromptNote | None = None  # of its prompt, where the engine told
         self.finish = finish
         self.new_token_ids: list[int] = []  # that the last piece told of
+        self._num_unread = 0  # made for a caller who has gone
         self._untold: list[int] = []  # whose scores, and so whose text, have not been shown
         self._stream = stream
         self.is_from_elsewhere = stream is None
@@ -126,7 +129,7 @@ class Choice:
     @property
     def num_tokens(self) -> int:
         """Tokens made so far that the caller pays for."""
-        return 0 if self._only_scores_prompt else self._assembler.num_tokens
+        return 0 if self._only_scores_prompt else self._assembler.num_tokens + self._num_unread
 
     def listen(self, on_arrival: Callable[[], None]) -> None:
         """Have this called whenever there is something to read."""
@@ -166,6 +169,11 @@ class Choice:
         whole = piece.finish is not None or not self._assembler.is_scored
         num_told = len(self._untold) if whole else len(piece.tokens)
         self.new_token_ids, self._untold = self._untold[:num_told], self._untold[num_told:]
+
+    def forsake(self) -> None:
+        """Nobody will read what has arrived: it counts all the same, unless the answer ended before it."""
+        if self.finish is None and self._stream is not None:
+            self._num_unread = self._stream.num_waiting_tokens
 
     def abort(self, reason: FinishReason = FinishReason.ABORT) -> None:
         """Tell the engine to stop, unless it has been told or has ended."""
@@ -244,6 +252,11 @@ class Answer:
         """Tell the engine to stop every choice. May be called at any time and again."""
         for choice in self.choices:
             choice.abort()
+
+    def forsake(self) -> None:
+        """The caller has gone. From now on `usage` has all that was made, whether or not it was read."""
+        for choice in self.choices:
+            choice.forsake()
 
     def prompt_note(self) -> PromptNote:
         """Return what a gateway may know of the first prompt; before its first token that is its length alone."""

@@ -110,6 +110,9 @@ class AnswerResponse(Response):
             if self._standstill.is_recent():
                 self._note_outcome()
                 self._answer.charge.give_up(self._record, goes_on=self._started and self._framed)
+            else:
+                # A reader that stood still had the engine go on: it pays for what it left behind.
+                self._answer.forsake()
         except PenstockError as error:
             await self._send_error(error, send)
         except Exception as error:

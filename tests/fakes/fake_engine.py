@@ -56,6 +56,10 @@ class FakeStream:
     def has_more(self) -> bool:
         return self._arrived is not None
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        return len(self._arrived.token_ids) if isinstance(self._arrived, TokenEvent) else 0
+
     def listen(self, on_arrival: Callable[[], None]) -> None:
         self._player = asyncio.create_task(self._play(on_arrival))
 

@@ -1,6 +1,8 @@
 """Answers read in slices: however much has arrived, others' answers go on."""
 
 import asyncio
+import itertools
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +11,10 @@ from penstock.engine.messages import ArrivedEvents, Events, TokenEvent, TokenLog
 from penstock.request import FinishReason, SamplingParams
 from penstock.server.answer import Answer, Choice, Prompt
 from penstock.server.loop_turns import ENTRIES_A_PASS, LoopTurns
+from penstock.server.open_answers import OpenAnswers
+from penstock.server.streaming import AnswerResponse
 from penstock.server.text_assembly import TextAssembler
+from penstock.telemetry import RequestRecord
 from tests.fakes.tiny_tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -22,7 +27,7 @@ def backlog(turns, num_choices, num_tokens, *, scored=True):
     prompt, choices = Prompt([1]), []
     score = TokenLogprob(TOKEN, -1.0, [TOKEN] * TOP, [-1.0] * TOP)
     for index in range(num_choices):
-        stream = TokenStream(None, str(index))
+        stream = TokenStream(SimpleNamespace(abort=lambda *_: None), str(index))
         for place in range(num_tokens):
             event = TokenEvent(request_id="r", token_ids=[TOKEN], logprobs=[score] if scored else None)
             event.finish = FinishReason.LENGTH if place == num_tokens - 1 else None
@@ -79,3 +84,35 @@ async def test_a_short_answer_does_not_wait_for_long_ones():
     assert short.done()
     assert not any(task.done() for task in long)
     await asyncio.gather(*long)
+
+
+async def test_a_reader_that_stood_still_and_left_pays_for_all_that_was_made():
+    answer = backlog(LoopTurns(), 2, 50, scored=False)
+    booked, stands_still, sent = [], asyncio.Event(), itertools.count()
+    answer.charge = SimpleNamespace(close=lambda record: booked.append(record.output_tokens), headers={})
+
+    async def send(_message):
+        if next(sent) == 1:  # the head went out
+            stands_still.set()
+            await asyncio.Event().wait()
+
+    async def receive():
+        await stands_still.wait()
+        return {"type": "http.disconnect"}
+
+    reply = SimpleNamespace(prepare=lambda *_: asyncio.sleep(0), events=lambda *_: b"event")
+    record = RequestRecord("id", "POST", "/", arrival=0.0)
+    standstill = SimpleNamespace(is_recent=lambda: False)
+    response = AnswerResponse(answer, reply, stream=True, record=record, answers=OpenAnswers(), standstill=standstill)
+    await asyncio.wait_for(response({"type": "http", "headers": []}, receive, send), 10)
+    assert booked == [100]
+    assert record.finish == "abort"
+
+
+async def test_what_came_behind_the_end_of_an_answer_is_not_paid_when_its_caller_leaves():
+    answer = backlog(LoopTurns(), 1, 50, scored=False)
+    (choice,) = answer.choices
+    choice.read(10)
+    choice.finish = FinishReason.STOP
+    answer.forsake()
+    assert answer.usage().completion_tokens == 10
