@@ -94,7 +94,7 @@ class QueueSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ModelSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    policy: str
+    policy: str = ""  # empty: the fleet's
 
 
 class AutoscalerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,7 +131,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def policies(self) -> set[str]:
         """Every policy that is named."""
-        return {self.policy, *(section.policy for section in self.models.values())}
+        return {self.policy, *(section.policy for section in self.models.values() if section.policy)}
 
     @property
     def declared_models(self) -> set[str]:
@@ -150,4 +150,4 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def policy_of(self, model: str) -> str:
         section = self.models.get(model)
-        return self.policy if section is None else section.policy
+        return self.policy if section is None else section.policy or self.policy

@@ -53,7 +53,7 @@ def read_fleet(file: Path | None, urls: Sequence[str] = (), policy: str | None =
     _check_aliases(config)
     _check_policy(f"{_OPTION} policy", config.policy)
     for model, section in config.models.items():
-        _check_policy(f"{_OPTION} models.{model}.policy", section.policy)
+        _check_policy(f"{_OPTION} models.{model}.policy", section.policy or config.policy)
     if policy is not None:
         _check_policy("--policy", policy)
     config = msgspec.structs.replace(config, replicas=config.replicas + named, policy=policy or config.policy)
@@ -63,7 +63,7 @@ def read_fleet(file: Path | None, urls: Sequence[str] = (), policy: str | None =
     for model, autoscaler in config.autoscaler.items():
         _check_autoscaler(f"autoscaler.{model}", autoscaler)
     # A model that may be scaled to zero is declared: requests for it are held.
-    declared = {model: ModelSection(policy=config.policy) for model in config.autoscaler}
+    declared = {model: ModelSection() for model in config.autoscaler}
     return msgspec.structs.replace(config, models={**declared, **config.models})
 
 

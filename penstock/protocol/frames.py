@@ -67,6 +67,7 @@ class FrameReader:
         self._tokens: dict[int, bytearray] = {}
         self.ended_choices: list[int] = []
         self.finished = False
+        self.last_events = b""  # whose tokens are not told
         self.failure: str | None = None  # the code with which the server gave up
         self.failure_events = b""
         self._rest = b""
@@ -127,7 +128,7 @@ class FrameReader:
         note = data[data.find(b" ", start + 2, end) + 1 : end]
         events = data[end + 1 : stop]
         if note == b".":
-            self.finished = True
+            self.finished, self.last_events = True, events
         elif note.startswith(b"!"):
             self.failure, self.failure_events = note[1:].decode("ascii", "replace"), events
             return b""

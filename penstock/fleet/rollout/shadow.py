@@ -22,6 +22,7 @@ from penstock.fleet.replica import Replica, ReplicaPool
 from penstock.fleet.rollout.course import Rollout
 from penstock.fleet.rollout.evidence import Loss
 from penstock.fleet.rollout.trial import MAX_KEPT_BYTES, Trial
+from penstock.fleet.router.foreign_failure import FailureWatch
 from penstock.fleet.router.upstream import UPSTREAM_ERRORS, own_headers, read_beginning, target
 from penstock.protocol.frames import FRAMES_HEADER, BrokenFrames, FrameReader
 from penstock.telemetry import log_event
@@ -188,10 +189,19 @@ class Shadows:
             elif response.headers.get(FRAMES_HEADER) is not None:
                 await _read_frames(response, trial)
             else:
-                while data := await response.content.readany():
-                    trial.feed(data)
-                trial.end()
+                await _read_events(response, trial)
             return response.status
+
+
+async def _read_events(response: aiohttp.ClientResponse, trial: Trial) -> None:
+    watch = FailureWatch()
+    while data := await response.content.readany():
+        trial.feed(data)
+        watch.feed(data)
+    if watch.status() is None:
+        trial.end()
+    else:
+        trial.fail()
 
 
 async def _read_frames(response: aiohttp.ClientResponse, trial: Trial) -> None:
@@ -202,6 +212,6 @@ async def _read_frames(response: aiohttp.ClientResponse, trial: Trial) -> None:
             first_at = time.monotonic()
         trial.keep(reader.feed(data))
     if reader.finished:
-        trial.end(reader.token_ids, first_at)
+        trial.end(reader.token_ids, first_at, reader.last_events)
     else:
         trial.fail()

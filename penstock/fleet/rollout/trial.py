@@ -3,6 +3,7 @@
 Fed by whoever passes the answer on or throws it away. Bounded. Knows nothing of who asked for it.
 """
 
+import re
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +15,12 @@ from penstock.fleet.rollout.scores import Score, read_scores
 MAX_KEPT_BYTES = 256 * 1024  # of an answer that is kept to be compared
 _CHARACTERS_PER_TOKEN = 4  # where only texts can be compared
 _LEAST_TOKENS = 4  # of an answer whose time per token counts
-# The last frame of a stream does not tell its tokens, and may hold several.
+# The last frame of a stream does not tell its tokens: so many that may have no text, and as many as it has characters,
+# where a busy server was late with them.
 _UNTOLD_TOKENS = 8
+# Servers end an event's lines with \r\n or \n, and a space before its data may be missing.
+_EVENT = re.compile(rb"^data: ?(?=\{)", re.MULTILINE)
+_END = re.compile(rb"\r?\n\r?\n")
 
 
 class _Message(msgspec.Struct):
@@ -56,6 +61,7 @@ class Trial:
     has_failed: bool = False
     was_hindered: bool = False  # its reader was slow: its times say nothing
     token_ids: list[int] | None = None  # where the stream told them
+    most_untold_tokens: int = _UNTOLD_TOKENS  # that may stand behind those
     num_events: int = 0
     is_whole: bool = False  # not a stream
     data: bytearray = field(default_factory=bytearray)
@@ -67,7 +73,7 @@ class Trial:
         """Take a piece of a stream that tells no tokens."""
         if self.first_at is None:
             self.first_at = time.monotonic()
-        self.num_events += data.count(b"data: {")
+        self.num_events += len(_EVENT.findall(data))
         if self.keeps_text and len(self.data) < MAX_KEPT_BYTES:
             self.data += data
 
@@ -76,11 +82,17 @@ class Trial:
         if self.has_scores and len(self.data) < MAX_KEPT_BYTES:
             self.data += events
 
-    def end(self, choices: list[list[int]] | None = None, first_at: float | None = None) -> None:
-        """Take that a stream came to its end; its choices' tokens and `first_at` are told of one that was not fed."""
+    def end(
+        self, choices: list[list[int]] | None = None, first_at: float | None = None, last_events: bytes = b""
+    ) -> None:
+        """Take that a stream came to its end.
+
+        Of one that was not fed its choices' tokens, when it began, and the events behind all tokens are told.
+        """
         self.ended_at = time.monotonic()
         # Several choices take turns: neither their times nor where they part tell much.
         self.token_ids = choices[0] if choices is not None and len(choices) == 1 else None
+        self.most_untold_tokens += sum(len(_said(choice)) for choice in _streamed_choices(last_events))
         self.first_at = first_at or self.first_at
 
     def take_whole(self, body: bytes) -> None:
@@ -128,13 +140,10 @@ class Trial:
 
     def _first_choice(self) -> list[_Choice]:
         """Return the first choice as it came: whole, or in pieces."""
-        if self.is_whole:
-            answers = [_read(bytes(self.data))]
-        else:
-            events = bytes(self.data).split(b"\n\n")
-            answers = [_read(event.removeprefix(b"data: ")) for event in events if event.startswith(b"data: {")]
-        choices = [choice for answer in answers if answer is not None for choice in answer.choices]
-        return [choice for choice in choices if choice.index == 0]
+        if not self.is_whole:
+            return _streamed_choices(bytes(self.data))
+        answer = _read(bytes(self.data))
+        return [choice for choice in answer.choices if choice.index == 0] if answer is not None else []
 
 
 def compare_outputs(stable: Trial, candidate: Trial) -> tuple[int, bool] | None:
@@ -144,7 +153,8 @@ def compare_outputs(stable: Trial, candidate: Trial) -> tuple[int, bool] | None:
     """
     if stable.token_ids is not None and candidate.token_ids is not None:
         same, shorter, longer = _common(stable.token_ids, candidate.token_ids)
-        differs = same < shorter or longer - shorter > _UNTOLD_TOKENS
+        untold = min((stable, candidate), key=lambda trial: len(trial.token_ids or ())).most_untold_tokens
+        differs = same < shorter or longer - shorter > untold
         return None if longer == 0 else (same + int(differs), differs)
     if stable.token_ids is not None or candidate.token_ids is not None:
         return None
@@ -162,6 +172,13 @@ def _common(one: list[int] | str, other: list[int] | str) -> tuple[int, int, int
     shorter, longer = sorted((len(one), len(other)))
     same = next((place for place in range(shorter) if one[place] != other[place]), shorter)
     return same, shorter, longer
+
+
+def _streamed_choices(data: bytes) -> list[_Choice]:
+    """Return the first choice's pieces in a stream's events."""
+    begun = ((event, _EVENT.search(event)) for event in _END.split(data))
+    answers = [_read(event[found.end() :]) for event, found in begun if found is not None]
+    return [choice for answer in answers if answer is not None for choice in answer.choices if choice.index == 0]
 
 
 def _said(choice: _Choice) -> str:

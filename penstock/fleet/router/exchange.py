@@ -5,7 +5,7 @@ Knows nothing of how replicas are chosen, sent to or tried again.
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -16,12 +16,14 @@ from penstock.errors import DeadlineExceeded
 from penstock.fleet.rollout.trial import Trial
 from penstock.fleet.router.account import Account
 from penstock.fleet.router.decisions import ROUTE_HEADER, Decision
+from penstock.fleet.router.dispatch import Placement
+from penstock.fleet.router.downstream import Downstream
 from penstock.fleet.router.foreign_usage import asking_for_usage
 from penstock.fleet.router.query import RouteQuery
 from penstock.fleet.router.replica_client import Answer
 from penstock.fleet.router.upstream import response_headers
 from penstock.fleet.router.urgency import Urgency, with_time_left
-from penstock.protocol.errors import ErrorReply
+from penstock.protocol.errors import ErrorReply, reply_for
 from penstock.telemetry import RequestRecord
 
 T = TypeVar("T")
@@ -75,6 +77,12 @@ class Exchange:
         self.record.error_code = DeadlineExceeded.code
         return DeadlineExceeded("its deadline passed before the answer was complete; give it more time")
 
+    async def end_late(self, downstream: Downstream, events: bytes = b"") -> None:
+        """End its stream because its deadline has passed, with the replica's word for it where there is one."""
+        reply = reply_for(self.expire())
+        await downstream.write(events or b"data: %b\n\n" % reply.body)
+        await downstream.end()
+
     async def in_time(self, what: Awaitable[T]) -> T:
         """Wait for something of a replica. Raises TimeoutError at the deadline, where the replica knows of none."""
         if self.ends_at is None:
@@ -115,3 +123,15 @@ class Exchange:
         headers["x-request-id"] = self.record.request_id
         headers[ROUTE_HEADER] = self.decision.header()
         return headers
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A stream on its way from the replica that began it to the caller."""
+
+    exchange: Exchange
+    placement: Placement
+    upstream: Answer
+    downstream: Downstream
+    begun: bytes  # that came of it
+    sift: Callable[[bytes], bytes] | None = None  # returns what the caller gets of it; None: all

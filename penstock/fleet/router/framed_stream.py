@@ -120,7 +120,7 @@ class FramedStream:
         """Say what became of the stream on its first replica."""
         trial.was_hindered = self._downstream.was_slow
         if self.reader.finished:
-            trial.end(self.reader.token_ids, self._first_at)
+            trial.end(self.reader.token_ids, self._first_at, self.reader.last_events)
         elif not trial.was_hindered:
             trial.fail()
 

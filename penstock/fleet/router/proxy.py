@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -32,7 +31,8 @@ from penstock.fleet.router.account import Account
 from penstock.fleet.router.decisions import Decision
 from penstock.fleet.router.dispatch import Dispatcher, Placement, Wish
 from penstock.fleet.router.downstream import Downstream, begin_stream
-from penstock.fleet.router.exchange import Exchange
+from penstock.fleet.router.exchange import Exchange, Passage
+from penstock.fleet.router.foreign_failure import FailureWatch
 from penstock.fleet.router.foreign_usage import UsageReader, read_whole
 from penstock.fleet.router.framed_stream import FramedStream
 from penstock.fleet.router.metrics import GatewayMetrics
@@ -81,18 +81,6 @@ class _Break:
     failed: Replica
     why: str
     at: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Passage:
-    """A stream on its way from the replica that began it to the caller."""
-
-    exchange: Exchange
-    placement: Placement
-    upstream: Answer
-    downstream: Downstream
-    begun: bytes  # that came of it
-    sift: Callable[[bytes], bytes] | None = None  # returns what the caller gets of it; None: all
 
 
 class Proxy:
@@ -348,7 +336,7 @@ class Proxy:
         if exchange.is_booked_here:
             reader = UsageReader(exchange.record, hides_usage=exchange.hides_usage)
             try:
-                is_whole = await carry(_Passage(exchange, placement, upstream, downstream, begun, reader.feed))
+                is_whole = await carry(Passage(exchange, placement, upstream, downstream, begun, reader.feed))
             finally:
                 reader.note_cost()
             if is_whole:
@@ -356,19 +344,20 @@ class Proxy:
                 if rest := reader.last_bytes():
                     await downstream.write(rest)
         else:
-            is_whole = await carry(_Passage(exchange, placement, upstream, downstream, begun))
+            is_whole = await carry(Passage(exchange, placement, upstream, downstream, begun))
         if is_whole:
             await downstream.end()
         return response
 
-    async def _carry(self, passage: _Passage) -> bool:
+    async def _carry(self, passage: Passage) -> bool:
         """Pass a stream on, to its end. False: it broke, and ended with an error event."""
         exchange, placement, downstream = passage.exchange, passage.placement, passage.downstream
-        sift = passage.sift
+        sift, watch = passage.sift, FailureWatch()
         data, passed_last = passage.begun, b""
         try:
             while data := data or await exchange.in_time(passage.upstream.read_any()):
                 placement.replica.breaker.on_answer()
+                watch.feed(data)
                 if passed := data if sift is None else sift(data):
                     passed_last = passed
                     await downstream.write(passed)
@@ -379,7 +368,7 @@ class Proxy:
             if passed_last and not passed_last.endswith((b"\n\n", b"\r\n\r\n")):
                 await downstream.write(b"\n\n")  # or the error would be the rest of an event that broke off
             if exchange.has_expired and isinstance(error, TimeoutError):
-                await _end_late(exchange, downstream)
+                await exchange.end_late(downstream)
                 return False
             why = "its caller read too slowly"
             if not downstream.was_slow:
@@ -388,13 +377,16 @@ class Proxy:
                     exchange.trial.fail()
             await self._end_with_error(exchange, placement.replica, why, downstream)
             return False
-        placement.replica.breaker.on_success()
-        if exchange.trial is not None:
-            exchange.trial.was_hindered = downstream.was_slow
-            exchange.trial.end()
+        if (status := watch.status()) is not None:
+            self._note_told_failure(exchange, placement.replica, status, has_answer=watch.has_answer)
+        else:
+            placement.replica.breaker.on_success()
+            if exchange.trial is not None:
+                exchange.trial.was_hindered = downstream.was_slow
+                exchange.trial.end()
         return True
 
-    async def _carry_frames(self, passage: _Passage) -> bool:
+    async def _carry_frames(self, passage: Passage) -> bool:
         """Pass a framed stream on, as `_carry` does, and have another replica go on with it where this one fails."""
         exchange, placement = passage.exchange, passage.placement
         stream = FramedStream(passage.downstream, passage.sift, exchange.trial, exchange.blamed)
@@ -417,7 +409,7 @@ class Proxy:
             finally:
                 placement.release()
         if stream.is_late or (exchange.has_expired and not stream.reader.finished):
-            await _end_late(exchange, passage.downstream, stream.reader.failure_events)
+            await exchange.end_late(passage.downstream, stream.reader.failure_events)
         elif not stream.reader.finished:
             exchange.account.lose()
             await self._end_with_error(exchange, placement.replica, stream.why, passage.downstream, failure_events)
@@ -482,17 +474,30 @@ class Proxy:
     async def _end_with_error(
         self, exchange: Exchange, failed: Replica, why: str, downstream: Downstream, events: bytes = b""
     ) -> None:
-        self._metrics.resumptions.labels("lost").inc()
-        self._log.write(
-            "a stream is lost: nobody could go on with it", level=logging.ERROR, failed=failed.name, reason=why,
-            request_id=exchange.record.request_id,
-        )  # fmt: skip
+        self._note_lost(exchange, failed, why)
         reply = reply_for(EngineFailed("the replica failed while it answered, and none could go on; try again"))
         exchange.record.error_code = reply.code
         await downstream.write(events or b"data: %b\n\n" % reply.body)
         await downstream.end()
 
     # ------------------------------------------------------------ notes
+
+    def _note_lost(self, exchange: Exchange, failed: Replica, why: str) -> None:
+        self._metrics.resumptions.labels("lost").inc()
+        self._log.write(
+            "a stream is lost: nobody could go on with it", level=logging.ERROR, failed=failed.name, reason=why,
+            request_id=exchange.record.request_id,
+        )  # fmt: skip
+
+    def _note_told_failure(self, exchange: Exchange, replica: Replica, status: int, *, has_answer: bool) -> None:
+        """Take in that a stream ended with an error of the replica's own: its caller has seen it."""
+        if status >= 500:  # others are the caller's own mistake or limit
+            exchange.record.error_code = EngineFailed.code
+            if exchange.trial is not None:
+                exchange.trial.fail()
+            self._note_lost(exchange, replica, "it ended a stream with an error")
+        if not has_answer:
+            exchange.account.fail(exchange.record, status)
 
     def _end_trial(self, exchange: Exchange) -> None:
         trial, exchange.trial = exchange.trial, None
@@ -538,10 +543,3 @@ class Proxy:
         exchange.num_failures += 1
         exchange.refusal = reply
         exchange.avoid.add(placement.replica.url)
-
-
-async def _end_late(exchange: Exchange, downstream: Downstream, events: bytes = b"") -> None:
-    """End a stream because its deadline has passed, with the replica's word for it where there is one."""
-    reply = reply_for(exchange.expire())
-    await downstream.write(events or b"data: %b\n\n" % reply.body)
-    await downstream.end()

@@ -168,7 +168,7 @@ def test_a_mistake_is_named(tmp_path, text, says):
 def test_what_only_looks_like_a_mistake_is_taken(tmp_path, text):
     file = tmp_path / "fleet.toml"
     file.write_text(text)
-    read_fleet(file)
+    assert read_fleet(file) != FleetConfig()
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.1:8000", "http://10.0.0.1:8000/"])
@@ -203,7 +203,16 @@ def test_the_file_in_the_document_is_right_and_says_the_defaults(tmp_path):
 def test_a_model_that_is_autoscaled_is_declared(tmp_path):
     file = tmp_path / "fleet.toml"
     file.write_text("policy = 'power-of-two'\nautoscaler.m.backend = {kind = 'external'}")
-    assert read_fleet(file).models["m"].policy == "power-of-two"
+    fleet = read_fleet(file)
+    assert (set(fleet.models), fleet.policy_of("m")) == ({"m"}, "power-of-two")
+
+
+def test_a_model_that_is_only_declared_has_the_fleets_policy(tmp_path):
+    file = tmp_path / "fleet.toml"
+    file.write_text("policy = 'power-of-two'\n[models.m]\n[models.n]\npolicy = 'round-robin'")
+    fleet = read_fleet(file)
+    assert (fleet.policy_of("m"), fleet.policy_of("n")) == ("power-of-two", "round-robin")
+    assert fleet.policies == {"power-of-two", "round-robin"}
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.fleet.rollout.shadow import ShadowCopy
 from penstock.fleet.rollout.trial import Trial, compare_outputs
+from penstock.protocol.frames import ChoiceTokens, FrameReader, frame, last_frame
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
@@ -52,12 +53,34 @@ def test_tokens_that_the_last_frame_did_not_tell_are_no_divergence_but_many_are(
     assert compare_outputs(told([1] * 40), told([1] * 2)) == (3, True)
 
 
+@pytest.mark.parametrize(("text", "differs"), [("a busy server was late with all of this", False), ("short", True)])
+def test_tokens_that_a_late_server_sent_with_the_end_are_no_divergence(text, differs):
+    reader, event = FrameReader(), json.dumps({"choices": [{"index": 0, "text": text, "finish_reason": "length"}]})
+    reader.feed(frame(b"data: {}\n\n", ChoiceTokens(0, [1, 1])) + last_frame(b"data: %b\n\n" % event.encode()))
+    late = Trial("b")
+    late.end(reader.token_ids, late.began_at, reader.last_events)
+    assert compare_outputs(told([1] * 40), late) == compare_outputs(late, told([1] * 40)) == (2 + differs, differs)
+
+
 @pytest.mark.parametrize("shape", ["text", "delta"])
 def test_texts_count_four_characters_as_a_token(shape):
     assert compare_outputs(streamed("abcd", "efgh", shape=shape), streamed("abcdefgh", shape=shape)) == (2, False)
     assert compare_outputs(streamed("abcdefgh"), streamed("abcdxfgh")) == (2, True)
     assert compare_outputs(whole("abcdefgh"), whole("abcdefgh")) == (2, False)
     assert compare_outputs(whole("yes"), whole("yes, and more")) == (1, True)
+
+
+@pytest.mark.parametrize("begin", [b"data: ", b"data:", b": ping\n\nevent: message\ndata: "])
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+def test_events_are_read_however_a_server_writes_them(begin, end):
+    trial = Trial("a")
+    for text in ("ab", "cd", "ef", "gh"):
+        event = json.dumps({"choices": [{"index": 0, "text": text}]}).encode()
+        trial.feed(begin + event + end)
+    trial.feed(begin + b"[DONE]" + end)
+    trial.end()
+    assert (trial.text(), trial.num_events) == ("abcdefgh", 4)
+    assert compare_outputs(streamed("abcdefgh"), trial) == (2, False)
 
 
 def test_answers_of_different_kinds_or_without_a_word_are_not_compared():
