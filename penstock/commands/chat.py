@@ -75,8 +75,8 @@ class Chat:
         self._interactive = interactive
 
     def run(self, lines: Iterable[str]) -> None:
-        for number, line in enumerate(lines, start=1):
-            text = line.strip()
+        for number, turn in _joined(lines):
+            text = turn.strip()
             if not _is_unicode(text):
                 self._fail(RequestError(f"line {number} of the input is not UTF-8; convert it, for example with iconv"))
             elif text in ("/quit", "/exit"):
@@ -187,7 +187,7 @@ def run(
     client = ChatClient(url, api_key)
     with asyncio.Runner() as runner:
         try:
-            served, context = (model, None) if model else _first_model(runner.run(client.models()), client.url)
+            served, context = _served_model(runner, client, model)
             sampling = {"max_tokens": _answer_tokens(context), **sampling}
             chat = Chat(
                 client, runner, console, model=served, system=system, sampling=sampling, interactive=interactive
@@ -202,14 +202,38 @@ def run(
     return 0
 
 
+def _joined(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Yield each turn with the number of its last line: a line that ends in a backslash goes on in the next."""
+    held: list[str] = []
+    number = 0
+    for number, line in enumerate(lines, start=1):
+        part = line.rstrip("\r\n")
+        held.append(part.removesuffix("\\"))
+        # A line that cannot be read is told by its own number.
+        if not part.endswith("\\") or not _is_unicode(part):
+            yield number, "\n".join(held)
+            held.clear()
+    if held:
+        yield number, "\n".join(held)
+
+
 def _is_unicode(text: str) -> bool:
     """Whether every character is one: Python has bytes that it cannot decode stand as halves of surrogate pairs."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _first_model(models: Mapping[str, int | None], url: str) -> tuple[str, int | None]:
+def _served_model(runner: asyncio.Runner, client: ChatClient, named: str | None) -> tuple[str, int | None]:
+    """Return the model to talk to and its context, where the server tells; one that is named need not be listed."""
+    try:
+        models = runner.run(client.models())
+    except RemoteError:
+        if named is None:
+            raise
+        models = {}
+    if named is not None:
+        return named, models.get(named)
     if not models:
-        raise RemoteError(f"{url} serves no model; name one with --model")
+        raise RemoteError(f"{client.url} serves no model; name one with --model")
     return next(iter(models.items()))
 
 

@@ -19,7 +19,7 @@ class ChatScript:
     raw: list[bytes] | None = None  # sent as they are, instead of the pieces
     status: int = 200
     error: dict[str, Any] | None = None  # the body, where the status is not 200
-    models: list[str] = field(default_factory=lambda: ["tiny"])
+    models: list[str] | None = field(default_factory=lambda: ["tiny"])  # None: the server lists none, with 404
     max_context_tokens: int | None = None  # None: the server does not tell
     hang_after_pieces: bool = False
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -58,6 +58,8 @@ def _app(script: ChatScript) -> web.Application:
 
     async def models(request: web.Request) -> web.Response:
         script.keys.append(request.headers.get("Authorization"))
+        if script.models is None:
+            raise web.HTTPNotFound
         return web.json_response({"object": "list", "data": [describe(name) for name in script.models]})
 
     async def chat(request: web.Request) -> web.StreamResponse:

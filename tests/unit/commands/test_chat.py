@@ -165,6 +165,15 @@ def test_piped_lines_are_answered_with_plain_text_only(script: ChatScript) -> No
         terminal.close()
 
 
+def test_a_piped_line_that_ends_in_a_backslash_goes_on_in_the_next(script: ChatScript) -> None:
+    with serve_chat(script) as url:
+        terminal = Terminal(url, interactive=False)
+        terminal.type("one \\\n", "  two\\\r\n", "three\n", "four\\\n")
+        terminal.close()
+    asked = [request["messages"][-1]["content"] for request in script.requests]
+    assert asked == ["one \n  two\nthree", "four"]
+
+
 def test_a_piped_turn_that_fails_ends_the_run(script: ChatScript) -> None:
     script.status, script.error = 400, {"error": {"message": "no"}}
     with serve_chat(script) as url:
@@ -224,16 +233,28 @@ def test_the_first_served_model_is_the_default(
     assert script.requests[0]["temperature"] == 0.5
 
 
+@pytest.mark.parametrize("model", [None, "tiny"])
 @pytest.mark.parametrize(("context", "limit"), [(None, 512), (8192, 512), (512, 256)])
 def test_an_answer_is_limited_unless_told_otherwise(
-    script: ChatScript, monkeypatch: pytest.MonkeyPatch, context: int | None, limit: int
+    script: ChatScript, monkeypatch: pytest.MonkeyPatch, context: int | None, limit: int, model: str | None
 ) -> None:
     script.max_context_tokens = context
     with serve_chat(script) as url:
         for sampling in ({}, {"max_tokens": 700}):
             monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
-            run(url, None, None, None, sampling)
+            run(url, None, model, None, sampling)
     assert [request["max_tokens"] for request in script.requests] == [limit, 700]
+
+
+@pytest.mark.parametrize("models", [[], None])
+def test_a_named_model_need_not_be_listed(
+    script: ChatScript, monkeypatch: pytest.MonkeyPatch, models: list[str] | None
+) -> None:
+    script.models = models
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    with serve_chat(script) as url:
+        assert run(url, None, "hidden", None, {}) == 0
+    assert script.requests[0]["model"] == "hidden"
 
 
 def test_a_question_does_not_enter_the_conversation_by_itself() -> None:
