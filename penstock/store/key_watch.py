@@ -52,7 +52,7 @@ class KeyWatcher:
         self._source = source
         self._needs_keys = needs_keys
         self._version: object = None
-        self._is_failing = False
+        self._told: str | None = None  # what was logged last of a source that still cannot be read
 
     async def run(self) -> None:
         """Look again and again."""
@@ -65,11 +65,12 @@ class KeyWatcher:
         try:
             changed = await asyncio.to_thread(self._read)
         except (ConfigError, StoreUnavailable) as error:
-            if not self._is_failing:
+            # Once for each mistake: behind one that was mended the next comes to light.
+            if str(error) != self._told:
                 log_event(log, f"keys stay as they were: {error}", level=logging.ERROR)
-            self._is_failing = True
+            self._told = str(error)
             return
-        self._is_failing = False
+        self._told = None
         if changed is not None:
             keys, had_any = changed
             self._ring.replace(keys, needs_keys=self._needs_keys or had_any)

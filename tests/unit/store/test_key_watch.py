@@ -67,6 +67,20 @@ async def test_a_file_that_cannot_be_read_changes_nothing_and_is_read_when_it_ca
     assert knows(ring, "bobby")
 
 
+async def test_a_second_mistake_behind_one_that_was_mended_is_told_too(tmp_path, caplog):
+    file = tmp_path / "keys.toml"
+    file.write_text(entry("alice"))
+    watcher = KeyWatcher(KeyRing(()), KeyFile(str(file)), needs_keys=True)
+    await watcher.look()
+    for damage in ("[[keys]\n", entry("alice") + "wieght = 2.0\n"):
+        file.write_text(damage)
+        for _ in range(2):
+            await watcher.look()
+    first, second = [line.message for line in caplog.records if "stay as they were" in line.message]
+    assert "not valid TOML" in first
+    assert "wieght" in second
+
+
 async def test_a_store_without_keys_leaves_a_loopback_server_open_and_another_closed(tmp_path):
     database = Database.open(str(tmp_path / "s.db"))
     for needs_keys in (False, True):
