@@ -50,13 +50,16 @@ class Fleet:
         self.answers = {}
         self.most_ready = 0
 
+    def read_admin(self, path):
+        transport = httpx.HTTPTransport(uds=self.gateway.admin)
+        with httpx.Client(transport=transport, base_url="http://admin", timeout=60) as admin:
+            return admin.get(path).json()
+
     def report(self):
-        with httpx.Client(transport=httpx.HTTPTransport(uds=self.gateway.admin), base_url="http://admin") as admin:
-            return admin.get(f"/admin/autoscaler/{MODEL}").json()
+        return self.read_admin(f"/admin/autoscaler/{MODEL}")
 
     def num_processes(self):
-        with httpx.Client(transport=httpx.HTTPTransport(uds=self.gateway.admin), base_url="http://admin") as admin:
-            return len(admin.get("/admin/replicas").json()["replicas"])
+        return len(self.read_admin("/admin/replicas")["replicas"])
 
     def ask(self, number, began=None):
         """Keep the answer to one stream; `began` is set when it has begun to arrive."""

@@ -210,10 +210,11 @@ def test_killing_one_gateway_loses_its_own_open_connections_and_nothing_else(fle
 
 def test_a_draining_replica_and_a_draining_gateway_finish_their_streams_unless_told_twice(model):
     body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 80, "ignore_eos": True, "stream": True}
+    endless = {**body, "max_tokens": 3000}  # a minute: it is cut before
     with simulated_replicas(model, 1, pace="4") as (server,), GatewayProcess("--replica", server.url) as gateway:
         with (
             GatewayProcess("--replica", server.url) as hasty,
-            httpx.stream("POST", f"{hasty.wait_ready().url}/v1/completions", json=body, timeout=60) as response,
+            httpx.stream("POST", f"{hasty.wait_ready().url}/v1/completions", json=endless, timeout=60) as response,
         ):
             lines = response.iter_lines()
             next(lines)

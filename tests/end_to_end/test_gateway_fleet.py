@@ -31,7 +31,8 @@ class Fleet:
         return {"authorization": f"Bearer {self.secrets[tenant]}"}
 
     def replicas(self):
-        found = httpx.get(f"{self.gateway.url}/admin/replicas", headers=self.headers("operator")).json()["replicas"]
+        url = f"{self.gateway.url}/admin/replicas"
+        found = httpx.get(url, headers=self.headers("operator"), timeout=60).json()["replicas"]
         return {item["url"]: item["standing"] for item in found}
 
     def ask(self, tenant):
@@ -55,6 +56,9 @@ class Fleet:
         entries = {entry.tenant: entry for entry in UsageLedger(database).read()}
         database.close()
         return entries
+
+    def num_booked(self, tenant):
+        return sum(entry.requests for name, entry in self.ledger().items() if name == tenant)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +140,7 @@ def test_files_and_batches_work_whichever_replica_answers(fleet):
 
 def test_a_server_that_stops_leaves_at_once_and_finishes_its_streams(fleet):
     leaver = fleet.servers[0]
-    body = {**QUESTION, "max_tokens": 600, "stream": True}
+    body = {**QUESTION, "max_tokens": 1200, "stream": True}  # seconds longer than its leave takes
     streams = []
     with httpx.Client(timeout=60, headers=fleet.headers("alice")) as client:
         for _ in range(2):  # one on each
@@ -184,5 +188,7 @@ def test_a_stream_that_moves_counts_once_against_its_limits_and_in_the_ledger(fl
         assert again.status_code == 200
         assert [line for line in lines if line][-1] == "data: [DONE]"
         again.close()
+    # An answer waits for a slow store for a second at most.
+    until(lambda: fleet.num_booked(tenant) == 2, 10, "both answers in the ledger")
     entry = fleet.ledger()[tenant]
     assert (entry.requests, entry.prompt_tokens, entry.output_tokens, entry.errors) == (2, 6, 600, 0)

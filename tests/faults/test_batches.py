@@ -38,12 +38,13 @@ class BatchServers:
         ]  # fmt: skip
         content = "".join(json.dumps(line) + "\n" for line in lines).encode()
         url = f"{server.url}/v1"
-        file = httpx.post(f"{url}/files", files={"file": ("in.jsonl", content)}, data={"purpose": "batch"}).json()
+        files, form = {"file": ("in.jsonl", content)}, {"purpose": "batch"}
+        file = httpx.post(f"{url}/files", files=files, data=form, timeout=60).json()
         body = {"input_file_id": file["id"], "endpoint": COMPLETIONS, "completion_window": "24h"}
-        return httpx.post(f"{url}/batches", json=body).json()["id"]
+        return httpx.post(f"{url}/batches", json=body, timeout=60).json()["id"]
 
     def look(self, server, batch_id):
-        return httpx.get(f"{server.url}/v1/batches/{batch_id}").json()
+        return httpx.get(f"{server.url}/v1/batches/{batch_id}", timeout=20).json()
 
     def wait_for(self, server, batch_id, num_completed):
         def has_come():
@@ -64,7 +65,7 @@ class BatchServers:
 
     def check(self, server, batch, count):
         """Every line is in one file once, and the ledger has each answer once."""
-        content = httpx.get(f"{server.url}/v1/files/{batch['output_file_id']}/content").text
+        content = httpx.get(f"{server.url}/v1/files/{batch['output_file_id']}/content", timeout=60).text
         results = [json.loads(line) for line in content.splitlines()]
         assert batch["request_counts"] == {"total": count, "completed": count, "failed": 0}
         assert Counter(result["custom_id"] for result in results) == {f"r{index}": 1 for index in range(count)}

@@ -34,7 +34,7 @@ def ask(server, **changes):
 
 
 async def opened(server, count, **changes):
-    """Open streams and wait until the engine has them all."""
+    """Open streams and wait until the engine has them all. It tells every half second: they must last longer."""
     calls = [asyncio.create_task(call(server.url, completion_body(**changes))) for _ in range(count)]
     await asyncio.to_thread(until, lambda: in_progress(server) >= count, 30, f"{count} open streams")
     return calls
@@ -128,7 +128,7 @@ def answer_everything(listener: socket.socket) -> None:
 
 
 async def test_an_engine_that_stands_still_is_not_ready_and_recovers(server, patience):
-    calls = await opened(server, 2, max_tokens=700)
+    calls = await opened(server, 2, max_tokens=1500)
     engine = server.engine_pid
     os.kill(engine, signal.SIGSTOP)
     try:
@@ -148,7 +148,7 @@ async def test_a_server_whose_whole_group_is_told_to_end_drains_and_leaves_nothi
     with ServerProcess(str(model), *DUMMY, folder=tmp_path) as server:
         server.wait_ready()
         family = [server.engine_pid, *server.worker_pids]
-        calls = await opened(server, 1, max_tokens=400)
+        calls = await opened(server, 1, max_tokens=1000)
         os.killpg(server.process.pid, signal.SIGTERM)  # as a terminal or a service manager does
         assert await asyncio.to_thread(server.process.wait, 60) == 0
         assert tally(await asyncio.gather(*calls)) == {"completed": 1}, "SIGTERM lets open requests finish"

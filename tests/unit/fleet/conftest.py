@@ -97,7 +97,7 @@ async def running_gateway(
 
 
 async def until(condition: Callable[[], object]) -> None:
-    for _ in range(600):
+    for _ in range(2000):
         if condition():
             return
         await asyncio.sleep(0.01)

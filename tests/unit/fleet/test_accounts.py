@@ -300,7 +300,8 @@ async def test_a_framed_stream_that_the_gateway_counts_is_booked_once_and_whole_
     headers = give_key(tenancy, concurrent_requests=1)
     first = FakeReplica(answer=word_frames("a", "b", "c", breaks_at=breaks_at))
     second = FakeReplica(answer=word_frames("a", "b", "c"))
-    async with first.running(), running_gateway(first, tenancy=tenancy) as running, second.running():
+    config = msgspec.structs.replace(QUICK, queue=msgspec.structs.replace(QUICK.queue, hold_seconds=10.0))
+    async with first.running(), running_gateway(first, tenancy=tenancy, config=config) as running, second.running():
         running.client.headers.update(headers)
         asked = asyncio.create_task(running.ask(stream=True))
         await until(lambda: first.received)

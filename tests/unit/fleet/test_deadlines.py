@@ -69,9 +69,9 @@ async def test_a_server_that_knows_of_no_deadline_is_left_when_it_passes(streams
     answer = slow(streams=streams, head_seconds=0.0 if streams else 5.0)
     async with FakeReplica(answer=answer).running() as one, running_gateway(one, kind="vllm") as running:
         began = time.monotonic()
-        response = await running.ask(stream=streams, deadline_ms=200)
+        response = await running.ask(stream=streams, deadline_ms=1000)
         told = await response.read()
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 4.5
         assert response.status == (200 if streams else 504)
         last = told.strip().split(b"\n\n")[-1].removeprefix(b"data: ")
         assert json.loads(last)["error"]["code"] == "deadline_exceeded"
@@ -81,7 +81,7 @@ async def test_a_server_that_knows_of_no_deadline_is_left_when_it_passes(streams
 
 async def test_a_deadline_that_passes_while_replicas_fail_is_504():
     async def fail_slowly(replica, request, body):
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(0.75)
         return web.json_response({"error": {"code": "engine_failed"}}, status=500)
 
     async with (
@@ -89,7 +89,7 @@ async def test_a_deadline_that_passes_while_replicas_fail_is_504():
         FakeReplica(answer=fail_slowly).running() as two,
         running_gateway(one, two) as running,
     ):
-        response = await running.ask(deadline_ms=100)
+        response = await running.ask(deadline_ms=500)
         assert (response.status, (await response.json())["error"]["code"]) == (504, "deadline_exceeded")
         assert len(one.received) + len(two.received) == 1
 

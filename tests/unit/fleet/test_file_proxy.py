@@ -79,11 +79,11 @@ async def test_uploads_that_stop_or_are_none_are_not_held_against_their_replica(
 
 
 async def test_an_upload_may_take_longer_than_a_replica_may_be_silent():
-    health = msgspec.structs.replace(QUICK.health, silence_seconds=0.2)
+    health = msgspec.structs.replace(QUICK.health, silence_seconds=1.0)
 
     async def slowly():
         for _ in range(4):
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.4)
             yield b"x" * 1000
 
     config = msgspec.structs.replace(QUICK, health=health)

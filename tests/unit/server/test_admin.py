@@ -46,7 +46,7 @@ async def status_with(service: Service, secret: str) -> int:
 
 async def followed(service: Service, secret: str, status: int) -> None:
     """Wait until the running server treats a secret so."""
-    for _ in range(100):
+    for _ in range(400):
         if await status_with(service, secret) == status:
             return
         await asyncio.sleep(0.05)

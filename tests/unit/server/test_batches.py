@@ -219,7 +219,7 @@ async def test_a_batch_never_uses_more_than_the_days_tokens(tmp_path):
     other.mkdir()
     async with running_desk(other, KeyTerms(limits=Limits(tokens_per_day=2 * size + 1))) as desk:
         batch_id = await desk.start(*[line(f"r{index}") for index in range(4)])
-        for _ in range(200):
+        for _ in range(600):
             if (await desk.look(batch_id))["request_counts"]["completed"] == 2:
                 break
             await asyncio.sleep(0.02)

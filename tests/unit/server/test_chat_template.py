@@ -168,7 +168,7 @@ async def test_a_template_stays_in_its_sandbox(make, text):
 async def test_after_a_kill_the_next_prompt_is_rendered(make):
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     text = "{% if messages[0].content == 'loop' %}" + loop + "{% endif %}ok"
-    template = make(text, render_seconds=0.5)
+    template = make(text, render_seconds=2.0)
     with pytest.raises(TemplateFailed):
         await template.render([{"role": "user", "content": "loop"}])
     assert await template.render([{"role": "user", "content": "go"}]) == "ok"

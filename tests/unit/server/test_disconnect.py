@@ -81,20 +81,22 @@ async def test_a_disconnect_is_counted_and_logged_as_an_abort(endless, address, 
     caplog.set_level("INFO", "penstock.access")
     async with httpx.AsyncClient(base_url=address) as client:
         with pytest.raises(httpx.ReadTimeout):
-            await client.post("/v1/chat/completions", json=BODY, timeout=0.2)
+            await client.post("/v1/chat/completions", json=BODY, timeout=httpx.Timeout(30, read=0.2))
     await until(lambda: "penstock_http_client_disconnects_total 1.0" in metrics(endless))
     (line,) = [record.penstock_fields for record in caplog.records if record.name == "penstock.access"]
     assert (line["finish"], line["status"]) == ("abort", 499)
 
 
 async def test_a_drain_that_runs_out_ends_streams_with_an_error_event(endless, address):
-    async with httpx.AsyncClient(base_url=address) as client:
-        call = asyncio.create_task(client.post("/v1/chat/completions", json={**BODY, "stream": True}))
-        await until(lambda: len(endless.context.answers) == 1)
-        await asyncio.sleep(0.05)
+    async with (
+        httpx.AsyncClient(base_url=address) as client,
+        client.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as response,
+    ):
+        pieces = response.aiter_raw()
+        begun = await anext(pieces)
         endless.context.answers.end_all(EngineUnavailable("the server is shutting down"))
-        response = await call
-    assert events_in(response.content)[-1]["error"]["code"] == "engine_unavailable"
+        content = begun + b"".join([piece async for piece in pieces])
+    assert events_in(content)[-1]["error"]["code"] == "engine_unavailable"
     assert endless.engine.aborted == [endless.engine.submitted[0].request_id]
 
 

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.server.routes import files as files_route
-from tests.unit.server.conftest import running_service
+from tests.unit.server.conftest import running_service, until
 
 BOUNDARY = "x-boundary"
 FORM = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
@@ -99,15 +99,16 @@ async def test_a_file_over_the_limit_is_refused_whatever_it_declares(service, mo
 
 
 async def test_a_tenant_has_only_few_uploads_under_way(service):
-    ends = asyncio.Event()
+    ends, begun = asyncio.Event(), []
 
     async def slow():
         yield WHOLE[:30]
+        begun.append(None)
         await ends.wait()
         yield WHOLE[30:]
 
     uploads = [asyncio.create_task(upload(service, slow())) for _ in range(2)]
-    await asyncio.sleep(0.05)
+    await until(lambda: len(begun) == 2)
     refused = await upload(service)
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
     ends.set()
