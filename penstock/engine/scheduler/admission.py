@@ -6,15 +6,16 @@ Foresees from the cost model, the pace and who stands before it. Changes nothing
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 
 from penstock.engine.metrics import QuantileWindow
 from penstock.engine.scheduler.answer_lengths import AnswerLengths
+from penstock.engine.scheduler.comers import Comers
 from penstock.engine.scheduler.cost_model import StepShape, with_prompt
-from penstock.engine.scheduler.load import Load
+from penstock.engine.scheduler.load import Claim, Load
 from penstock.engine.scheduler.lookout import Lookout
 from penstock.engine.scheduler.outlook import Demand, Outlook
 from penstock.engine.scheduler.prompt_chunks import REST_PART
@@ -61,6 +62,8 @@ _SETTINGS: Mapping[tuple[TargetOrigin, str], str] = MappingProxyType(
         (TargetOrigin.SERVER, "deadline_ms"): "the server's --target-deadline-ms",
     }
 )
+# However many come, no more of the device's time than this is expected to be theirs.
+_MOST_PASSING_PART = 0.8
 # Where no target says how soon a prompt is due: so many times as long as it would take alone.
 _PATIENCE = 8.0
 
@@ -77,10 +80,11 @@ class Forecast:
 class Admission:
     """Says yes, or no and when."""
 
-    def __init__(self, times: StepTimes, pace: ServingPace) -> None:
+    def __init__(self, times: StepTimes, pace: ServingPace, clock: Callable[[], float]) -> None:
         self._times = times
         self._pace = pace
         self._lookout = Lookout(times, pace)
+        self._comers = Comers(clock)
         self._ways = QuantileWindow(_WAYS_WINDOW)  # of requests that came to an idle engine
 
     def due(self, arrival: float, num_prompt_tokens: int, ttft_seconds: float | None) -> float:
@@ -117,10 +121,18 @@ class Admission:
         if scene.has_prompts:
             prefill = math.ceil(num_tokens / max(1, chunk)) * step_seconds
         after = StepShape(rows_after, int(rows_after * mean_context))
+        ttft = wait + prefill
+        # Who would pass it comes while it waits, and has its part of the device's time.
+        passing_rate = self._comers.passing_rate(Claim.of(request, load))
+        passing = min(_MOST_PASSING_PART, passing_rate * step_seconds / max(1, chunk))
+        ttft += max(0.0, ttft - self._alone_seconds(request.work)) * passing / (1.0 - passing)
+        answer = self._answer_seconds(request, after, call)
+        if request.deadline_seconds is not None:
+            answer = self._beside_prompts(answer, request, after, scene, is_idle=not load.running)
         return Forecast(
-            ttft_seconds=wait + prefill,
+            ttft_seconds=ttft,
             token_seconds=self._times.model.seconds(after),
-            answer_seconds=self._answer_seconds(request, after, call),
+            answer_seconds=answer,
             tightest_target=tightest,
             rows_after=rows_after,
         )
@@ -194,7 +206,9 @@ class Admission:
         else:
             wait = self._wait(request, load, now)
             message = _refusal_message(reason, request, forecast, way + wait)
-        message += "; try again after the time in Retry-After, or accept a late answer with best_effort"
+        message += "; try again after the time in Retry-After"
+        if reason != "deadline":  # behind which nothing comes
+            message += ", or accept a late answer with best_effort"
         return Overloaded(message, retry_after_seconds=max(_LEAST_RETRY_SECONDS, wait))
 
     def full_queue_seconds(self, request: RequestState, load: Load, num_endings: int, now: float) -> float:
@@ -237,10 +251,8 @@ class Admission:
 
     def place_seconds(self, load: Load, num_endings: int, now: float) -> float:
         """How long until so many requests have ended: a place in a full queue is free only then."""
-        groups = load.rows.groups
         starting = [*load.rows.prompts, *itertools.islice(load.waiting, load.num_free_rows)]
-        num_drawing = sum([group.num_drawing for group in groups])
-        shape = StepShape(num_drawing, sum([group.context_tokens for group in groups]))
+        shape = load.rows.drawing_shape
         chunk, step_seconds = self._pace.steady_step(shape, None)
         prompt_tokens = sum([other.remaining for other in starting])
         prompt_steps = prompt_tokens / max(1, chunk)
@@ -250,7 +262,7 @@ class Admission:
         steps = _steps_until(num_endings, endings, load.lengths.mean_tokens)
         seconds = max(0.0, self._times.free_at(now) - now) + min(steps, prompt_steps) * step_seconds
         if steps > prompt_steps:
-            rows = num_drawing + len(starting)
+            rows = shape.num_rows + len(starting)
             after = StepShape(rows, shape.context_tokens + prompt_tokens)
             seconds += (steps - prompt_steps) * self._times.model.seconds(after)
         least = _LEAST_RETRY_SECONDS if self._times.model.is_trusted else _LEAST_GUESSED_RETRY_SECONDS
@@ -266,8 +278,25 @@ class Admission:
         context = shape.context_tokens + call.num_rows * (num_each - 1) // 2
         return num_steps * self._times.model.seconds(StepShape(shape.num_rows, context))
 
+    def _beside_prompts(
+        self, seconds: float, request: RequestState, shape: StepShape, scene: Scene, *, is_idle: bool
+    ) -> float:
+        """How long an answer takes that would take `seconds` in steps of its own: prompts run in some of its steps."""
+        num_steps = request.fewest_left * request.call_answers - 1
+        if num_steps <= 0:
+            return seconds
+        chunk, step_seconds = self._pace.steady_step(shape, scene.tightest_target)
+        chunk = max(1, chunk)
+        longer = max(0.0, step_seconds - seconds / num_steps)
+        # Those that wait, and those that come meanwhile as lately.
+        added = scene.tokens_behind / chunk * longer
+        rate = 0.0 if is_idle else self._comers.rate()
+        part = min(_MOST_PASSING_PART, rate / chunk * longer)
+        return min(num_steps * step_seconds, (seconds + added) / (1.0 - part))
+
     def note_taken(self, request: RequestState, lengths: AnswerLengths) -> None:
         """A request was let in: whoever is refused from now on waits for it too."""
+        self._comers.note(request)
         self._lookout.add(request, lengths.expected_left(request))
 
     def _wait(self, request: RequestState, load: Load, now: float) -> float:
@@ -386,7 +415,7 @@ def _unreachable(
         stated, advice = _SETTINGS[origin, param], f"give {param} of"
     return TargetUnreachable(
         f"{stated}: {wanted_seconds * 1000:g} ms cannot be kept here, even if nothing else ran; "
-        f"{advice} at least {_named_milliseconds(least_seconds)}, or best_effort",
+        f"{advice} at least {_named_milliseconds(least_seconds)}{'' if param == 'deadline_ms' else ', or best_effort'}",
         param=param if origin is TargetOrigin.REQUEST else None,
     )
 

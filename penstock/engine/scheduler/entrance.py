@@ -123,6 +123,7 @@ class Entrance:
             if not foresight.admission.keeps_pace(request, forecast):
                 self._lose_pace(request)
             return
+        request.predicted_answer = forecast.answer_seconds
         reason = foresight.admission.check(request, forecast)
         if reason is not None:
             self._placement.metrics.num_refused[reason] += 1

@@ -113,6 +113,14 @@ def ahead_of(claim: Claim, load: Load) -> Queue:
     return queue
 
 
+def prompt_tokens(tier: int, load: Load) -> int:
+    """Tokens of all prompts that have not run, of this tier or a better one."""
+    running = [group.prompt_tokens for group in load.rows.groups if group.level[0] <= tier]
+    levels = [level for level in load.waiting.levels if level.key[0] <= tier]
+    waiting = [account.waiting_tokens for level in levels for account in level.accounts.values()]
+    return sum(running) + sum(waiting)
+
+
 def _part_before(account: TenantAccount, turn: float) -> float:
     tokens = (turn - account.counter) / account.prompt_cost
     return min(1.0, max(0.0, tokens / account.waiting_tokens))

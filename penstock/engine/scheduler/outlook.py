@@ -57,11 +57,13 @@ class Moment:
 
     def scene(self, level: LevelKey, load: Load) -> Scene:
         """What a request of this level finds then."""
+        ahead = self._ahead(level)
         return Scene(
             rest_seconds=self.rest_seconds,
             decoding=self.decoding,
             tightest_target=self.tightest_target,
-            ahead=self._ahead(level),
+            ahead=ahead,
+            tokens_behind=max(0.0, sum([tokens for _, tokens, *_ in self.prompts]) - ahead.tokens),
             is_behind=self.is_behind,
             has_prompts=bool(self.prompts),
             num_free_rows=self.num_free_rows,

@@ -12,6 +12,7 @@ from penstock.engine.metrics import EngineMetrics
 from penstock.engine.scheduler.answer_lengths import AnswerLengths
 from penstock.engine.scheduler.pace import Ready
 from penstock.engine.scheduler.parked import Parked
+from penstock.engine.scheduler.pledges import NOBODY
 from penstock.engine.scheduler.precedence import Order, Patience, displaced_by, give_way
 from penstock.engine.scheduler.request_state import LevelKey, RequestState
 from penstock.engine.scheduler.step_plan import BlockAssignment, RowStart, StepPlan
@@ -47,6 +48,7 @@ class Placement:
         self.firmly_promised = 0  # blocks set aside for requests that may not be preempted again
         self.loosely_promised = 0  # estimates: they hold back admission, never a running request
         self.version = 0  # another one whenever who runs, or how far, has changed
+        self.pressed = NOBODY  # whose prompts go first now, whoever's turn it is
         self._quantum = quantum
         self._clock = clock
 
@@ -65,11 +67,19 @@ class Placement:
     def order(self, ready: Sequence[Ready]) -> Order:
         """In which order these and those that wait get prompt tokens."""
         prompts = [request for request, remaining in ready if remaining > 1]
-        return Order(prompts, self.waiting.least_counters(), self._quantum)
+        return Order(prompts, self.waiting.least_counters(), self._quantum, self.pressed)
 
     def give_way(self, ready: Sequence[Ready], can_pause: Patience | None) -> Sequence[Ready]:
         """Who of those that could run does, while others are owed more."""
-        return give_way(ready, self._quantum, self._clock(), can_pause)
+        return give_way(ready, self._quantum, self._clock(), can_pause, self.pressed)
+
+    def next_waiting(self) -> RequestState | None:
+        """The request to start next."""
+        best = self.waiting.best()
+        if best is None:
+            return None
+        pressed = [self.waiting.find(number) for number in self.pressed.places]
+        return next((request for request in pressed if request is not None and request.level == best.level), best)
 
     def note_progress(self) -> None:
         """Those that run have gone on."""

@@ -1,29 +1,38 @@
 """Who goes before whom: for a row, for prompt tokens, for a step.
 
-A better level goes before a worse one. Within a level the tenant that asks for least for its weight goes first, unless
-it has got `quantum` more than another that waits: then the one that got least. A tenant that waits takes a row of one
-that holds more than its share, or leads it by `quantum`; and while a tenant's prompt runs, those who ask for more than
-it leave it the step, until it has got `quantum` more than they. Changes nothing.
+A better level goes before a worse one. Within a level those go first whose promised first tokens would come late
+otherwise, the one that is due first ahead; then the tenant that asks for least for its weight, unless it has got
+`quantum` more than another that waits: then the one that got least. A tenant that waits takes a row of one that holds
+more than its share, or leads it by `quantum`; and while a tenant's prompt runs, those who ask for more than it leave it
+the step, until it has got `quantum` more than they. Changes nothing.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 
 from penstock.engine.scheduler.pace import Ready
+from penstock.engine.scheduler.pledges import NOBODY, Pressed
 from penstock.engine.scheduler.request_state import LevelKey, RequestState, TenantAccount
 
 # A row pauses no longer than this between two tokens.
 MAX_PAUSE_SECONDS = 0.25
 
-# Whether a row with a promised time per token keeps it if it pauses for a step.
+# Whether a row with a promised time per token or deadline keeps it if it pauses for a step.
 Patience = Callable[[RequestState], bool]
 # Smaller goes first.
-Precedence = tuple[LevelKey, bool, float, float, int, float, int]
+Precedence = tuple[LevelKey, int, bool, float, float, int, float, int]
 
 
 class Order:
     """Whose prompt runs first: the tenant that asks for least, unless it leads, then the one that got least."""
 
-    def __init__(self, requests: Iterable[RequestState], least_waiting: dict[LevelKey, float], quantum: float) -> None:
+    def __init__(
+        self,
+        requests: Iterable[RequestState],
+        least_waiting: dict[LevelKey, float],
+        quantum: float,
+        pressed: Pressed = NOBODY,
+    ) -> None:
+        self._pressed = pressed
         self._quantum = quantum
         self._least = dict(least_waiting)
         for request in requests:
@@ -35,7 +44,8 @@ class Order:
         leads = account.counter - self._least.get(request.level, account.counter) > self._quantum / account.weight
         # Who has just come starts with the counter of the one that runs: without more it would wait for a step of its.
         newest = -account.came_with
-        return (request.level, leads, account.demand, account.counter, newest, request.due, request.number)
+        place = self._pressed.place(request)
+        return (request.level, place, leads, account.demand, account.counter, newest, request.due, request.number)
 
 
 def displaced_by(request: RequestState, running: Sequence[RequestState], quantum: float) -> RequestState | None:
@@ -73,16 +83,20 @@ def _yields(running: RequestState, request: RequestState) -> bool:
     return running.tenant != request.tenant or running.level > level
 
 
-def give_way(ready: Sequence[Ready], quantum: float, now: float, can_pause: Patience | None) -> Sequence[Ready]:
+def give_way(
+    ready: Sequence[Ready], quantum: float, now: float, can_pause: Patience | None, pressed: Pressed = NOBODY
+) -> Sequence[Ready]:
     """Return who runs in the next step: whoever asks for more than the tenant of the most urgent prompt pauses.
 
-    A row with a promised time per token does if it `can_pause`.
+    So may all others where that prompt is pressed. A row with a promised time does if it `can_pause`.
     """
     prompts = [request for request, remaining in ready if remaining > 1]
     if not prompts:
         return ready
-    best = min(prompts, key=Order(prompts, {}, quantum).of)
+    best = min(prompts, key=Order(prompts, {}, quantum, pressed).of)
     pausing = {id(account) for account in _accounts(ready) if _owes(account, best, quantum)}
+    if pressed.may_pause and best.number in pressed.places:
+        pausing |= {id(account) for account in _accounts(ready)}
     staying = [item for item in ready if item[1] > 1 or not _pauses(item[0], best, pausing, now, can_pause)]
     return ready if len(staying) == len(ready) else staying
 
@@ -115,9 +129,13 @@ def _pauses(
 ) -> bool:
     if request.level < best.level or (request.level == best.level and id(request.account) not in pausing):
         return False
-    if request.targets.time_per_token_seconds is not None and (can_pause is None or not can_pause(request)):
+    has_terms = request.targets.time_per_token_seconds is not None or request.has_near_deadline
+    if has_terms and (can_pause is None or not can_pause(request)):
         return False
-    return request.last_token_at is None or now - request.last_token_at < MAX_PAUSE_SECONDS
+    if request.last_token_at is None:
+        # Its first token is under way, or else this is the last of its prompt's.
+        return request.in_flight > 0
+    return now - request.last_token_at < MAX_PAUSE_SECONDS
 
 
 def _holders(running: Sequence[RequestState], level: LevelKey) -> Iterable[TenantAccount]:

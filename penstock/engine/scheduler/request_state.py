@@ -95,6 +95,7 @@ class RequestState:
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # as steps found them
     num_scored_tokens: int = 0  # that they tell of
     predicted_ttft: float | None = None  # seconds, at arrival
+    predicted_answer: float = 0.0  # seconds behind the first token that its fewest tokens take, likewise
     admitted_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -113,8 +114,13 @@ class RequestState:
     def is_promised(self) -> bool:
         """Whether it is let in only where a time can be kept that longer steps could break."""
         times = (self.targets.ttft_seconds, self.targets.time_per_token_seconds)
-        is_near = self.deadline_seconds is not None and self.deadline_seconds < _NEAR_SECONDS
-        return not self.best_effort and (is_near or any([time is not None for time in times]))
+        return self.has_near_deadline or (not self.best_effort and any([time is not None for time in times]))
+
+    @property
+    def has_near_deadline(self) -> bool:
+        """Whether it was promised to end by a time that others could make it miss."""
+        seconds = self.deadline_seconds
+        return not self.best_effort and seconds is not None and seconds < _NEAR_SECONDS
 
     @property
     def known(self) -> int:

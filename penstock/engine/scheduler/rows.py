@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from penstock.engine.scheduler.answer_lengths import AnswerLengths
+from penstock.engine.scheduler.cost_model import StepShape
 from penstock.engine.scheduler.request_state import LevelKey, RequestState, TenantAccount
 
 
@@ -72,6 +73,12 @@ class Rows:
                 group.paced_context_tokens += request.computed
                 group.tightest_target = target if group.tightest_target is None else min(target, group.tightest_target)
         return list(groups.values())
+
+    @cached_property
+    def drawing_shape(self) -> StepShape:
+        """A step of all that draw tokens."""
+        groups = self.groups
+        return StepShape(sum([group.num_drawing for group in groups]), sum([group.context_tokens for group in groups]))
 
     @cached_property
     def endings(self) -> Endings:

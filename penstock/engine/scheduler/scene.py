@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.engine.scheduler.cost_model import StepShape
-from penstock.engine.scheduler.load import Claim, Load, Queue, ahead_of
+from penstock.engine.scheduler.load import Claim, Load, Queue, ahead_of, prompt_tokens
 from penstock.engine.scheduler.request_state import RequestState
 from penstock.engine.scheduler.rows import Endings
 from penstock.engine.scheduler.step_times import StepTimes
@@ -21,6 +21,7 @@ class Scene:
     decoding: StepShape  # a step of all that draw tokens and do not give way to the request
     tightest_target: float | None  # the least time per token that was promised to one of those
     ahead: Queue
+    tokens_behind: float  # of prompts that run behind its own, beside its answer
     is_behind: bool  # all but a worse tier have ended
     has_prompts: bool  # before it or behind it: with its last tokens others' run
     num_free_rows: int
@@ -44,11 +45,13 @@ def scene_now(request: RequestState, load: Load, times: StepTimes, now: float) -
         if group.tightest_target is not None:
             tightest = group.tightest_target if tightest is None else min(tightest, group.tightest_target)
         has_prompts = has_prompts or (group.num_prompts > 0 and group.level[0] <= request.level[0])
+    ahead = ahead_of(claim, load)
     return Scene(
         rest_seconds=max(0.0, times.free_at(now) - now),
         decoding=StepShape(num_rows, context),
         tightest_target=tightest,
-        ahead=ahead_of(claim, load),
+        ahead=ahead,
+        tokens_behind=max(0.0, prompt_tokens(request.level[0], load) - ahead.tokens),
         is_behind=False,
         has_prompts=has_prompts,
         num_free_rows=load.num_free_rows,

@@ -116,9 +116,7 @@ class Scheduler:
         self.requests[request.number] = request
         self.waiting.push(request, self._clock())
         if self._foresight is not None:
-            self._foresight.pace.note_arrival(request.tenant, request.num_prompt_tokens)
-            self._foresight.pace.note_promise(request)
-            self._foresight.admission.note_taken(request, self.placement.lengths)
+            self._foresight.note_taken(request, self.placement.lengths)
         if request.deadline is not None:
             self._watch_deadline(request.deadline, request.number)
         self.metrics.prompt_tokens += request.num_prompt_tokens
@@ -256,6 +254,8 @@ class Scheduler:
         everybody: Sequence[Ready] = ()  # before some paused
         if len(self.waiting) or any([remaining > 1 for _, remaining in ready]):
             budget = self._step_tokens(ready)
+            if self._foresight is not None:
+                self.placement.pressed = self._foresight.pledges.pressed(decode_shape(ready), self._clock())
             if len(self.waiting) and self._admit(plan, ready, budget):
                 ready = self._ready()
             patient = self.placement.give_way(ready, self._foresight.pace.patience(ready) if self._foresight else None)
@@ -371,7 +371,7 @@ class Scheduler:
         order = self.placement.order(ready)
         prompts = [(order.of(request), remaining) for request, remaining in ready if remaining > 1]
         changed = False
-        while (request := self.waiting.best()) is not None:
+        while (request := self.placement.next_waiting()) is not None:
             # One that left its row restarts from its tokens, so it waits until the host knows them all.
             if request.in_flight:
                 break
@@ -524,7 +524,7 @@ class Scheduler:
             self.placement.lengths.note(request, stopped=reason is FinishReason.STOP)
         self.placement.release(request, forget=forget)
         if self._foresight is not None:
-            self._foresight.pace.note_end(request)
+            self._foresight.note_end(request)
         self.metrics.num_finished[reason.value] += 1
         self.metrics.e2e.observe(self._clock() - request.arrival)
         event.finish = reason

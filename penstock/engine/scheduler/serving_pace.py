@@ -94,6 +94,11 @@ class ServingPace(Pace):
                 self._shared_until = now + _SHARED_SECONDS
         self._last_arrival = (tenant, now)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several tenants are there."""
+        return self._clock() < self._shared_until
+
     def note_stated_time(self) -> None:
         """A request asks to be promised a time."""
         self._promised_until = self._clock() + _PROMISED_SECONDS
@@ -118,7 +123,7 @@ class ServingPace(Pace):
             for request, remaining in ready
             if remaining == 1 and request.targets.time_per_token_seconds is not None
         ]
-        if limited and not self._is_shared:
+        if limited and not self.is_shared:
             return self._room(limited)
         prompts = [request for request, remaining in ready if remaining > 1]
         prompts.extend(waiting)
@@ -174,13 +179,13 @@ class ServingPace(Pace):
         seconds = self.comfortable_seconds(shape, num_prompt_tokens)
         if time_per_token is not None:
             paced = time_per_token * _TARGET_PART
-            seconds = min(seconds, paced) if self._is_shared else paced
+            seconds = min(seconds, paced) if self.is_shared else paced
         tokens = self._prompt_tokens(seconds, shape, context)
         return tokens, self._times.model.seconds(with_prompt(shape, tokens, context))
 
     def comfortable_seconds(self, shape: StepShape, num_prompt_tokens: int = 0) -> float:
         """How long a step with prompts may be where nobody said how long, and so many prompt tokens wait."""
-        is_shared = self._is_shared
+        is_shared = self.is_shared
         if not is_shared and (self.max_step_tokens <= _SMALL_STEP_TOKENS or not self._times.model.is_trusted):
             return float("inf")
         if is_shared:
@@ -201,9 +206,10 @@ class ServingPace(Pace):
         return max(_SHARED_DECODE_TIMES * self._decode_seconds(shape), self._short_seconds())
 
     def patience(self, ready: Sequence[Ready]) -> Callable[[RequestState], bool] | None:
-        """Return what tells whether a row keeps its stated time per token if it leaves the next step to others.
+        """Return what tells whether a row keeps its stated times if it leaves the next step to others.
 
-        It does where a step takes no more of what it has saved than it gives away in one. None: no row pauses.
+        Its time per token, where a step takes no more of what it has saved than it gives away in one; its deadline,
+        where the tokens that it must have would end before it in the longest steps. None: no such row pauses.
         """
         if not self._has_times:
             return None
@@ -211,6 +217,10 @@ class ServingPace(Pace):
         start = self._times.free_at(self._clock())
 
         def can_pause(request: RequestState) -> bool:
+            if request.has_near_deadline and start + (request.fewest_left + 1) * longest > (request.deadline or 0.0):
+                return False
+            if request.targets.time_per_token_seconds is None:
+                return True
             target = _step_target(request)
             return (_saved(request, target, start) - target) * _SAVING_PART >= longest
 
@@ -231,15 +241,10 @@ class ServingPace(Pace):
         return self._num_promised > 0 or self._clock() < self._promised_until
 
     @property
-    def _is_shared(self) -> bool:
-        """Whether several tenants are there."""
-        return self._clock() < self._shared_until
-
-    @property
     def _may_hurry(self) -> bool:
         """Whether nobody is there for whom steps must stay short."""
         is_large = self.max_step_tokens > _SMALL_STEP_TOKENS
-        is_strict = self._has_names or self._has_times or self._is_shared
+        is_strict = self._has_names or self._has_times or self.is_shared
         return is_large and not is_strict and self._times.model.is_trusted
 
     def _short_seconds(self) -> float:

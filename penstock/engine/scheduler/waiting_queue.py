@@ -42,6 +42,10 @@ class WaitingQueue:
     def levels(self) -> list[Level]:
         return self._order
 
+    def find(self, number: int) -> RequestState | None:
+        """The request of this number, if it waits."""
+        return self._members.get(number)
+
     def num_of_tier(self, tier: int) -> int:
         return self._num_of_tier.get(tier, 0)
 
