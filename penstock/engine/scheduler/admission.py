@@ -128,7 +128,8 @@ class Admission:
         ttft += max(0.0, ttft - self._alone_seconds(request.work)) * passing / (1.0 - passing)
         answer = self._answer_seconds(request, after, call)
         if request.deadline_seconds is not None:
-            answer = self._beside_prompts(answer, request, after, scene, is_idle=not load.running)
+            num_steps = _answer_steps(request, call)
+            answer = self._beside_prompts(answer, num_steps, after, scene, is_idle=not load.running)
         return Forecast(
             ttft_seconds=ttft,
             token_seconds=self._times.model.seconds(after),
@@ -273,17 +274,14 @@ class Admission:
 
         `call` is what of the shape is the call's own: where it has more answers than rows, they run one after another.
         """
-        num_each = request.fewest_left
-        num_steps = math.ceil(request.call_answers / call.num_rows) * num_each - 1
-        context = shape.context_tokens + call.num_rows * (num_each - 1) // 2
-        return num_steps * self._times.model.seconds(StepShape(shape.num_rows, context))
+        context = shape.context_tokens + call.num_rows * (request.fewest_left - 1) // 2
+        return _answer_steps(request, call) * self._times.model.seconds(StepShape(shape.num_rows, context))
 
     def _beside_prompts(
-        self, seconds: float, request: RequestState, shape: StepShape, scene: Scene, *, is_idle: bool
+        self, seconds: float, num_steps: int, shape: StepShape, scene: Scene, *, is_idle: bool
     ) -> float:
-        """How long an answer takes that would take `seconds` in steps of its own: prompts run in some of its steps."""
-        num_steps = request.fewest_left * request.call_answers - 1
-        if num_steps <= 0:
+        """How long so many steps take that would take `seconds` without prompts: some hold those of others."""
+        if not num_steps:
             return seconds
         chunk, step_seconds = self._pace.steady_step(shape, scene.tightest_target)
         chunk = max(1, chunk)
@@ -389,6 +387,11 @@ def _demand(request: RequestState) -> Demand:
         request.fewest_left,
         *[-math.inf if seconds is None else -seconds for seconds in times],
     )
+
+
+def _answer_steps(request: RequestState, call: StepShape) -> int:
+    """Steps behind the first token until a call can end at the soonest."""
+    return math.ceil(request.call_answers / call.num_rows) * request.fewest_left - 1
 
 
 def _deadline_room(request: RequestState) -> float:
