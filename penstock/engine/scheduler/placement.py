@@ -13,7 +13,7 @@ from penstock.engine.scheduler.answer_lengths import AnswerLengths
 from penstock.engine.scheduler.pace import Ready
 from penstock.engine.scheduler.parked import Parked
 from penstock.engine.scheduler.pledges import NOBODY
-from penstock.engine.scheduler.precedence import Order, Patience, displaced_by, give_way
+from penstock.engine.scheduler.precedence import Order, Patience, displaced_by, give_way, pressed_out_by
 from penstock.engine.scheduler.request_state import LevelKey, RequestState
 from penstock.engine.scheduler.step_plan import BlockAssignment, RowStart, StepPlan
 from penstock.engine.scheduler.waiting_queue import WaitingQueue
@@ -62,7 +62,10 @@ class Placement:
         if plan is not None and plan.row_starts:
             started = {start.row for start in plan.row_starts}
             running = [other for other in running if other.row not in started]
-        return displaced_by(request, running, self._quantum)
+        victim = displaced_by(request, running, self._quantum)
+        if victim is None and request.number in self.pressed.places:
+            victim = pressed_out_by(request, running)
+        return victim
 
     def order(self, ready: Sequence[Ready]) -> Order:
         """In which order these and those that wait get prompt tokens."""

@@ -77,6 +77,14 @@ def displaced_by(request: RequestState, running: Sequence[RequestState], quantum
     return None
 
 
+def pressed_out_by(request: RequestState, running: Sequence[RequestState]) -> RequestState | None:
+    """Return whose row a request takes that would come late otherwise: the last that was promised nothing."""
+    if not running or running[-1].level < request.level:
+        return None
+    free = [other for other in running if other.level >= request.level and not other.is_promised]
+    return free[-1] if free else None
+
+
 def _yields(running: RequestState, request: RequestState) -> bool:
     """Whether one that runs at a worse level makes room: not to its own tenant's that is above it by waiting alone."""
     level = (request.level[0], request.level[1] + request.num_rises)

@@ -54,6 +54,15 @@ def test_no_promise_is_broken_in_a_mix_of_tenants_at_the_capacity(seed, heavy_ra
     assert percentile(heavy, 0.5) < 0.06, "who was promised nothing is served all the same"
 
 
+@pytest.mark.parametrize("seed", [200, 201])
+def test_a_promised_prompt_that_would_come_late_takes_a_row_of_who_was_promised_nothing(seed):
+    engine = VirtualEngine(known=H200_LLAMA_8B, max_running=24)
+    engine.run(six_tenants(seed, 15.0))
+    promises = engine.engine.stats().promises
+    assert (promises["ttft"]["broken"], promises["time_per_token"]["broken"]) == (0, 0)
+    assert promises["ttft"]["kept"] > 60
+
+
 @pytest.mark.parametrize(("prompt", "ttft"), [(1024, 0.3), (2048, 0.3), (2048, 0.5), (2048, 1.0)])
 def test_a_flood_with_promised_first_tokens_keeps_them_beside_another_tenant(prompt, ttft):
     rng = random.Random(0)
