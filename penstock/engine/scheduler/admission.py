@@ -122,10 +122,7 @@ class Admission:
             prefill = math.ceil(num_tokens / max(1, chunk)) * step_seconds
         after = StepShape(rows_after, int(rows_after * mean_context))
         ttft = wait + prefill
-        # Who would pass it comes while it waits, and has its part of the device's time.
-        passing_rate = self._comers.passing_rate(Claim.of(request, load))
-        passing = min(_MOST_PASSING_PART, passing_rate * step_seconds / max(1, chunk))
-        ttft += max(0.0, ttft - self._alone_seconds(request.work)) * passing / (1.0 - passing)
+        ttft += self._passed_seconds(request, load, ttft, step_seconds / max(1, chunk))
         answer = self._answer_seconds(request, after, call)
         if request.deadline_seconds is not None:
             num_steps = _answer_steps(request, call)
@@ -276,6 +273,17 @@ class Admission:
         """
         context = shape.context_tokens + call.num_rows * (request.fewest_left - 1) // 2
         return _answer_steps(request, call) * self._times.model.seconds(StepShape(shape.num_rows, context))
+
+    def _passed_seconds(self, request: RequestState, load: Load, ttft: float, token_seconds: float) -> float:
+        """How much later than this a first token comes by who comes while it waits, and would pass it."""
+        waits = ttft - self._alone_seconds(request.work)
+        if waits <= 0.0:
+            return 0.0
+        passing = self._comers.passing(Claim.of(request, load), load.waiting.quantum)
+        part = min(_MOST_PASSING_PART, passing.rate * token_seconds)
+        # They have their part of the device's time; but it is whole prompts that come.
+        seconds = max(waits * part / (1.0 - part), min(waits, passing.prompt_tokens * token_seconds))
+        return min(seconds, passing.most_tokens * token_seconds)
 
     def _beside_prompts(
         self, seconds: float, num_steps: int, shape: StepShape, scene: Scene, *, is_idle: bool

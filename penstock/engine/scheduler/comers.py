@@ -4,12 +4,14 @@ A forecast knows who is there. Whoever comes later and asks for less for its wei
 all the same. Looks at requests; changes nothing but its own sums.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.engine.scheduler.load import Claim
-from penstock.engine.scheduler.request_state import LevelKey, RequestState
+from penstock.engine.scheduler.request_state import LevelKey, RequestState, TenantAccount
+from penstock.engine.scheduler.tenant_account import wanted_tokens
 
 # As far back as is looked, and the least time that a tenant that has just come is taken to have come for.
 _WINDOW_SECONDS = 4.0
@@ -21,18 +23,33 @@ class _Stream:
     """What came of one tenant at one level."""
 
     began: float
+    account: TenantAccount
     num_requests: int = 0
     prompt_tokens: int = 0
-    demand: float = 0.0  # of the tenant when each came, added up
+    wanted_tokens: int = 0
 
-    def add(self, sign: int, prompt_tokens: int, demand: float) -> None:
+    def add(self, sign: int, prompt_tokens: int) -> None:
         self.num_requests += sign
         self.prompt_tokens += sign * prompt_tokens
-        self.demand += sign * demand
+        self.wanted_tokens += sign * wanted_tokens(prompt_tokens)
+
+    @property
+    def next_demand(self) -> float:
+        """What the tenant will ask for, over its weight, when its next request has come."""
+        return self.account.demand + self.wanted_tokens / self.num_requests / self.account.weight
 
     def rate(self, now: float) -> float:
         """Prompt tokens a second."""
         return self.prompt_tokens / min(_WINDOW_SECONDS, max(_LEAST_SECONDS, now - self.began))
+
+
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """Those who would pass a request."""
+
+    rate: float = 0.0  # prompt tokens a second
+    prompt_tokens: float = 0.0  # of one of theirs, the longest on the mean
+    most_tokens: float = 0.0  # before they have got so much more that it is their turn no longer
 
 
 class Comers:
@@ -40,30 +57,29 @@ class Comers:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._comers: deque[tuple[float, tuple[str, LevelKey], int, float]] = deque()
+        self._comers: deque[tuple[float, tuple[str, LevelKey], int]] = deque()
         self._streams: dict[tuple[str, LevelKey], _Stream] = {}
+        self._asked: RequestState | None = None
+        self._passing = Passing()
 
     def note(self, request: RequestState) -> None:
         """A request was taken in."""
         self._forget_old()
         now, key = self._clock(), (request.tenant, request.level)
-        counts = (request.num_prompt_tokens, request.account.demand)
-        self._comers.append((now, key, *counts))
+        self._comers.append((now, key, request.num_prompt_tokens))
         stream = self._streams.get(key)
         if stream is None:
-            stream = self._streams[key] = _Stream(now)
-        stream.add(1, *counts)
+            stream = self._streams[key] = _Stream(now, request.account)
+        stream.account = request.account
+        stream.add(1, request.num_prompt_tokens)
+        self._asked = None
 
-    def passing_rate(self, claim: Claim) -> float:
-        """Prompt tokens a second of those who would pass a request that comes now."""
-        self._forget_old()
-        now, request = self._clock(), claim.request
-        rate = 0.0
-        for (tenant, level), stream in self._streams.items():
-            is_modest = tenant != request.tenant and stream.demand < claim.demand * stream.num_requests
-            if level < request.level or (level == request.level and is_modest):
-                rate += stream.rate(now)
-        return rate
+    def passing(self, claim: Claim, quantum: float) -> Passing:
+        """Those who would pass a request that comes now, until they lead its tenant by `quantum`."""
+        # A forecast looks at one request many times, at one moment.
+        if self._asked is not claim.request:
+            self._asked, self._passing = claim.request, self._find_passing(claim, quantum)
+        return self._passing
 
     def rate(self) -> float:
         """Prompt tokens a second of all that are no batch."""
@@ -71,11 +87,23 @@ class Comers:
         now = self._clock()
         return sum([stream.rate(now) for (_, (tier, _)), stream in self._streams.items() if tier == 0])
 
+    def _find_passing(self, claim: Claim, quantum: float) -> Passing:
+        self._forget_old()
+        now, request = self._clock(), claim.request
+        rate = longest = most = 0.0
+        for (tenant, level), stream in self._streams.items():
+            is_modest = level == request.level and tenant != request.tenant and stream.next_demand < claim.demand
+            if level < request.level or is_modest:
+                rate += stream.rate(now)
+                longest = max(longest, stream.prompt_tokens / stream.num_requests)
+                most += quantum if is_modest else math.inf
+        return Passing(rate, longest, most)
+
     def _forget_old(self) -> None:
         oldest = self._clock() - _WINDOW_SECONDS
         while self._comers and self._comers[0][0] < oldest:
-            _, key, prompt_tokens, demand = self._comers.popleft()
+            _, key, prompt_tokens = self._comers.popleft()
             stream = self._streams[key]
-            stream.add(-1, prompt_tokens, demand)
+            stream.add(-1, prompt_tokens)
             if not stream.num_requests:
                 del self._streams[key]
