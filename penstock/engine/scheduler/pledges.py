@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 from penstock.engine.scheduler.cost_model import StepShape
 from penstock.engine.scheduler.request_state import RequestState
-from penstock.engine.scheduler.serving_pace import ServingPace
+from penstock.engine.scheduler.serving_pace import MOST_PAUSED_STEPS, ServingPace
 from penstock.engine.scheduler.step_times import StepTimes
 
 # Steps that could be left to others with every promise kept, or the part of the time that was promised: with less to
-# spare, the promised ones go first, and answers pause for them, for no more steps in a row than this.
+# spare, the promised ones go first, and answers pause for them.
 _SPARE_STEPS = 3.0
 _SPARE_PART = 0.1
-_MOST_PAUSED_STEPS = 2
 
 _Entry = tuple[float, int, RequestState]  # when its first token must come, its number
 
@@ -64,7 +63,7 @@ class Pledges:
         if not num_pressed:
             return NOBODY
         places = {number: place for place, (_, number, _) in enumerate(self._entries[:num_pressed])}
-        return Pressed(places, may_pause=self._times.num_without_answers < _MOST_PAUSED_STEPS)
+        return Pressed(places, may_pause=self._times.num_without_answers < MOST_PAUSED_STEPS)
 
     def _each_is_pressed(self, shape: StepShape, now: float) -> Iterator[bool]:
         """Yield whether each has little time to spare if all go in the order in which they are due."""

@@ -79,8 +79,6 @@ def displaced_by(request: RequestState, running: Sequence[RequestState], quantum
 
 def pressed_out_by(request: RequestState, running: Sequence[RequestState]) -> RequestState | None:
     """Return whose row a request takes that would come late otherwise: the last that was promised nothing."""
-    if not running or running[-1].level < request.level:
-        return None
     free = [other for other in running if other.level >= request.level and not other.is_promised]
     return free[-1] if free else None
 

@@ -38,7 +38,7 @@ _OVERLOAD_TIMES = 8.0
 # While one is as late as this, answers pause for it, for so many steps in a row: a few tokens less in a second for
 # those that have begun, and prompts run without what rows cost beside them.
 _PAUSE_TIMES = 4.0
-_MOST_PAUSED_STEPS = 2
+MOST_PAUSED_STEPS = 2
 # While several tenants are there, speed alone makes no step of prompts longer than one of which this part is what every
 # step takes; nor does a long prompt that is not due yet, while short ones come. Shorter steps would slow prompts down
 # more than they help the others.
@@ -140,7 +140,7 @@ class ServingPace(Pace):
         return self._burst(ready, waiting)[0]
 
     def choose(self, ready: Sequence[Ready], waiting: Iterable[RequestState]) -> Sequence[Ready]:
-        if self._times.num_without_answers >= _MOST_PAUSED_STEPS:
+        if self._times.num_without_answers >= MOST_PAUSED_STEPS:
             return ready
         prompts = [item for item in ready if item[1] > 1]
         waiting = list(waiting)
