@@ -72,6 +72,7 @@ _PATIENCE = 8.0
 class Forecast:
     ttft_seconds: float
     token_seconds: float  # between its tokens, while nothing but decoding runs
+    call_seconds: float  # behind that, until the last answer of its call has a row
     answer_seconds: float  # behind its first token, until it can end at the soonest
     tightest_target: float | None  # the least time per token that was promised, its own included
     rows_after: int
@@ -122,13 +123,15 @@ class Admission:
             prefill = math.ceil(num_tokens / max(1, chunk)) * step_seconds
         after = StepShape(rows_after, int(rows_after * mean_context))
         ttft = wait + prefill
-        ttft += self._passed_seconds(request, load, ttft, step_seconds / max(1, chunk))
+        ttft += self._passed_seconds(request, load, ttft, step_seconds, chunk)
         answer = self._answer_seconds(request, after, call)
+        call_seconds = self._call_seconds(request, load, after)
         if request.deadline_seconds is not None:
             num_steps = _answer_steps(request, call)
             answer = self._beside_prompts(answer, num_steps, after, scene, is_idle=not load.running)
         return Forecast(
             ttft_seconds=ttft,
+            call_seconds=call_seconds,
             token_seconds=self._times.model.seconds(after),
             answer_seconds=answer,
             tightest_target=tightest,
@@ -148,9 +151,10 @@ class Admission:
             need, enough = alone, alone + longest_way
             if self._times.has_rested_since(request.arrival):
                 need += min(now - request.arrival, longest_way)
-            if ttft is not None and need > ttft * _TTFT_PART:
+            rounds = self._call_seconds(request, load, call)
+            if ttft is not None and need + rounds > ttft * _TTFT_PART:
                 origin = request.target_origins.ttft
-                return _unreachable("targets.ttft_ms", ttft, enough / _TTFT_PART * named_part, origin)
+                return _unreachable("targets.ttft_ms", ttft, (enough + rounds) / _TTFT_PART * named_part, origin)
             answer = self._answer_seconds(request, call, call)
             wanted = request.deadline_seconds
             if wanted is not None and need + answer > _deadline_room(request):
@@ -182,7 +186,7 @@ class Admission:
         if request.best_effort or not self._times.model.is_trusted:
             return None
         ttft, deadline = request.targets.ttft_seconds, _deadline_room(request)
-        if ttft is not None and forecast.ttft_seconds > ttft * _TTFT_PART * part:
+        if ttft is not None and forecast.ttft_seconds + forecast.call_seconds > ttft * _TTFT_PART * part:
             return "ttft"
         if forecast.ttft_seconds + forecast.answer_seconds > deadline * part:
             return "deadline"
@@ -274,11 +278,26 @@ class Admission:
         context = shape.context_tokens + call.num_rows * (request.fewest_left - 1) // 2
         return _answer_steps(request, call) * self._times.model.seconds(StepShape(shape.num_rows, context))
 
-    def _passed_seconds(self, request: RequestState, load: Load, ttft: float, token_seconds: float) -> float:
-        """How much later than this a first token comes by who comes while it waits, and would pass it."""
-        waits = ttft - self._alone_seconds(request.work)
+    def _call_seconds(self, request: RequestState, load: Load, shape: StepShape) -> float:
+        """How long behind its first token the last answer of a call begins that has more of them than there are rows.
+
+        In steps of this shape, and as if those before it drew all that they may.
+        """
+        num_rounds = math.ceil(request.call_answers / load.call_shape(request).num_rows) - 1
+        if not num_rounds:
+            return 0.0
+        most = load.lengths.most_left(request)
+        context = shape.context_tokens + shape.num_rows * most // 2
+        return num_rounds * most * self._times.model.seconds(StepShape(shape.num_rows, context))
+
+    def _passed_seconds(
+        self, request: RequestState, load: Load, ttft: float, step_seconds: float, chunk: int
+    ) -> float:
+        """How much later than this a first token comes by who comes before its last step, and would pass it."""
+        waits = ttft - min(step_seconds, self._alone_seconds(request.work))
         if waits <= 0.0:
             return 0.0
+        token_seconds = step_seconds / max(1, chunk)
         passing = self._comers.passing(Claim.of(request, load), load.waiting.quantum)
         part = min(_MOST_PASSING_PART, passing.rate * token_seconds)
         # They have their part of the device's time; but it is whole prompts that come.
@@ -364,11 +383,14 @@ class Admission:
         """How long until requests have ended that hold the rows and blocks which those ahead and this one need."""
         ahead, mean = scene.ahead, load.lengths.mean_tokens
         num_waiting = ahead.requests - ahead.placed_requests
-        rows_short = math.ceil(num_waiting) + 1 - scene.num_free_rows
-        own = min(len(request.tokens) + mean, request.max_total_tokens)
+        num_rows = load.call_shape(request).num_rows
+        rows_short = math.ceil(num_waiting) + num_rows - scene.num_free_rows
+        # The prompt's own tokens once, where answers share them.
+        own = request.work.tokens * num_rows / request.call_answers
+        own += num_rows * min(mean, request.max_total_tokens - request.num_prompt_tokens)
         wanted = ahead.tokens - ahead.placed_tokens + mean * num_waiting + own
         blocks_short = wanted / load.block_tokens - scene.num_free_blocks
-        if (rows_short <= 0 and blocks_short <= 0) or scene.may_displace():
+        if (rows_short <= 0 and blocks_short <= 0) or scene.may_displace(max(1, min(num_rows, rows_short))):
             return 0.0
         endings = scene.endings()
         steps = endings.until(rows_short, blocks_short)
@@ -378,8 +400,8 @@ class Admission:
         steps = endings.steps[-1] if endings.steps else 0.0
         rows_short -= len(endings.steps)
         mean_left = scene.mean_waiting_answer() or mean
-        num_rows = len(load.running) + load.num_free_rows
-        return (steps + max(rows_short, 1) * mean_left / max(1, num_rows)) * step_seconds
+        most_rows = len(load.running) + load.num_free_rows
+        return (steps + max(rows_short, 1) * mean_left / max(1, most_rows)) * step_seconds
 
 
 def _demand(request: RequestState) -> Demand:
@@ -412,7 +434,8 @@ def _refusal_message(reason: str, request: RequestState, forecast: Forecast, lat
     if reason == "time_per_token":
         return "the batch is as large as the time per token that was promised allows"
     if reason == "ttft":
-        seconds = min(forecast.ttft_seconds, later_seconds + (request.targets.ttft_seconds or 0.0))
+        last_seconds = forecast.ttft_seconds + forecast.call_seconds
+        seconds = min(last_seconds, later_seconds + (request.targets.ttft_seconds or 0.0))
         return f"the first token would come after {seconds * 1000:.0f} ms, later than asked for"
     seconds = min(forecast.ttft_seconds + forecast.answer_seconds, later_seconds + (request.deadline_seconds or 0.0))
     return f"the answer would end after {seconds * 1000:.0f} ms at the soonest, later than its deadline"

@@ -18,25 +18,35 @@ _WINDOW_SECONDS = 4.0
 _LEAST_SECONDS = 0.5
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What came at once: a request, or several answers that one stands for."""
+
+    at: float
+    stream: tuple[str, LevelKey]
+    prompt_tokens: int  # to run until the first tokens of all its answers
+    wanted_tokens: int
+
+
 @dataclass(slots=True)
 class _Stream:
     """What came of one tenant at one level."""
 
     began: float
     account: TenantAccount
-    num_requests: int = 0
+    num_calls: int = 0
     prompt_tokens: int = 0
     wanted_tokens: int = 0
 
-    def add(self, sign: int, prompt_tokens: int) -> None:
-        self.num_requests += sign
-        self.prompt_tokens += sign * prompt_tokens
-        self.wanted_tokens += sign * wanted_tokens(prompt_tokens)
+    def add(self, sign: int, call: _Call) -> None:
+        self.num_calls += sign
+        self.prompt_tokens += sign * call.prompt_tokens
+        self.wanted_tokens += sign * call.wanted_tokens
 
     @property
     def next_demand(self) -> float:
-        """What the tenant will ask for, over its weight, when its next request has come."""
-        return self.account.demand + self.wanted_tokens / self.num_requests / self.account.weight
+        """What the tenant will ask for, over its weight, when its next call has come."""
+        return self.account.demand + self.wanted_tokens / self.num_calls / self.account.weight
 
     def rate(self, now: float) -> float:
         """Prompt tokens a second."""
@@ -48,7 +58,7 @@ class Passing:
     """Those who would pass a request."""
 
     rate: float = 0.0  # prompt tokens a second
-    prompt_tokens: float = 0.0  # of one of theirs, the longest on the mean
+    prompt_tokens: float = 0.0  # of one call of theirs, the longest on the mean
     most_tokens: float = 0.0  # before they have got so much more that it is their turn no longer
 
 
@@ -57,21 +67,25 @@ class Comers:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._comers: deque[tuple[float, tuple[str, LevelKey], int]] = deque()
+        self._calls: deque[_Call] = deque()
         self._streams: dict[tuple[str, LevelKey], _Stream] = {}
         self._asked: RequestState | None = None
         self._passing = Passing()
 
     def note(self, request: RequestState) -> None:
         """A request was taken in."""
+        if request.follows_call:  # another stands for it
+            return
         self._forget_old()
         now, key = self._clock(), (request.tenant, request.level)
-        self._comers.append((now, key, request.num_prompt_tokens))
+        wanted = request.call_answers * wanted_tokens(request.num_prompt_tokens)
+        call = _Call(now, key, request.work.tokens, wanted)
+        self._calls.append(call)
         stream = self._streams.get(key)
         if stream is None:
             stream = self._streams[key] = _Stream(now, request.account)
         stream.account = request.account
-        stream.add(1, request.num_prompt_tokens)
+        stream.add(1, call)
         self._asked = None
 
     def passing(self, claim: Claim, quantum: float) -> Passing:
@@ -95,15 +109,15 @@ class Comers:
             is_modest = level == request.level and tenant != request.tenant and stream.next_demand < claim.demand
             if level < request.level or is_modest:
                 rate += stream.rate(now)
-                longest = max(longest, stream.prompt_tokens / stream.num_requests)
+                longest = max(longest, stream.prompt_tokens / stream.num_calls)
                 most += quantum if is_modest else math.inf
         return Passing(rate, longest, most)
 
     def _forget_old(self) -> None:
         oldest = self._clock() - _WINDOW_SECONDS
-        while self._comers and self._comers[0][0] < oldest:
-            _, key, prompt_tokens = self._comers.popleft()
-            stream = self._streams[key]
-            stream.add(-1, prompt_tokens)
-            if not stream.num_requests:
-                del self._streams[key]
+        while self._calls and self._calls[0].at < oldest:
+            call = self._calls.popleft()
+            stream = self._streams[call.stream]
+            stream.add(-1, call)
+            if not stream.num_calls:
+                del self._streams[call.stream]

@@ -80,7 +80,7 @@ class Entrance:
             block_tokens=placement.cache.block_tokens,
             lengths=placement.lengths,
             mean_waiting_answer=self._mean_waiting_answer,
-            may_displace=cache(lambda: request is not None and placement.displaced_by(request) is not None),
+            may_displace=cache(lambda num_rows: request is not None and placement.yields_rows(request, num_rows)),
         )
 
     def _mean_waiting_answer(self) -> float | None:

@@ -26,7 +26,7 @@ class Load:
     num_free_blocks: int  # nobody's, and promised to nobody
     block_tokens: int
     lengths: AnswerLengths
-    may_displace: Callable[[], bool]  # whether the request would get a row although none is free
+    may_displace: Callable[[int], bool]  # whether the request would get so many rows although none is free
     mean_waiting_answer: Callable[[], float | None]  # tokens that those who wait will draw; None where nobody does
 
     def call_shape(self, request: RequestState) -> StepShape:

@@ -68,7 +68,7 @@ class Moment:
             has_prompts=bool(self.prompts),
             num_free_rows=self.num_free_rows,
             num_free_blocks=self.num_free_blocks,
-            may_displace=(lambda: True) if self.is_behind else load.may_displace,
+            may_displace=(lambda _: True) if self.is_behind else load.may_displace,
             endings=lambda: self._endings,
             mean_waiting_answer=lambda: self.mean_waiting_answer,
         )

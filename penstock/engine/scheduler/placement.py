@@ -13,7 +13,7 @@ from penstock.engine.scheduler.answer_lengths import AnswerLengths
 from penstock.engine.scheduler.pace import Ready
 from penstock.engine.scheduler.parked import Parked
 from penstock.engine.scheduler.pledges import NOBODY
-from penstock.engine.scheduler.precedence import Order, Patience, displaced_by, give_way, pressed_out_by
+from penstock.engine.scheduler.precedence import Order, Patience, displaced_by, give_way, num_below, pressed_out_by
 from penstock.engine.scheduler.request_state import LevelKey, RequestState
 from penstock.engine.scheduler.step_plan import BlockAssignment, RowStart, StepPlan
 from penstock.engine.scheduler.waiting_queue import WaitingQueue
@@ -66,6 +66,13 @@ class Placement:
         if victim is None and request.number in self.pressed.places:
             victim = pressed_out_by(request, running)
         return victim
+
+    def yields_rows(self, request: RequestState, num_rows: int) -> bool:
+        """Whether those that run would make room for so many answers to the request's call."""
+        if self.displaced_by(request) is None:
+            return False
+        # How many rows of its own level it would get, by its share, shows only once it has got them.
+        return num_rows == 1 or num_below(request, self.running) >= num_rows
 
     def order(self, ready: Sequence[Ready]) -> Order:
         """In which order these and those that wait get prompt tokens."""

@@ -77,6 +77,11 @@ def displaced_by(request: RequestState, running: Sequence[RequestState], quantum
     return None
 
 
+def num_below(request: RequestState, running: Sequence[RequestState]) -> int:
+    """How many of those that run make room for `request` by their level alone."""
+    return sum([other.level > request.level and _yields(other, request) for other in running])
+
+
 def pressed_out_by(request: RequestState, running: Sequence[RequestState]) -> RequestState | None:
     """Return whose row a request takes that would come late otherwise: the last that was promised nothing."""
     free = [other for other in running if other.level >= request.level and not other.is_promised]

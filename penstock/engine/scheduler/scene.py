@@ -26,7 +26,7 @@ class Scene:
     has_prompts: bool  # before it or behind it: with its last tokens others' run
     num_free_rows: int
     num_free_blocks: int
-    may_displace: Callable[[], bool]  # whether the request would get a row although none is free
+    may_displace: Callable[[int], bool]  # whether the request would get so many rows although none is free
     endings: Callable[[], Endings]  # of those that have rows
     mean_waiting_answer: Callable[[], float | None]  # tokens that those who wait will draw; None where nobody does
 

@@ -139,3 +139,50 @@ def test_the_last_token_of_a_prompt_is_no_answer_that_could_pause():
     coming = [request(f"b{index}", 0.002 * index, prompt=700, answer=1, tenant=f"b{index}") for index in range(400)]
     outcomes = engine.run(coming, until=0.8)
     assert outcomes[cut.request_id].token_times, "its first token came although others would pass it"
+
+
+@pytest.mark.parametrize(
+    ("num_answers", "every", "prompt", "least_kept"),
+    [(1, 0.15, 2000, 15), (1, 0.25, 2000, 20), (3, 0.15, 2000, 0), (3, 0.15, 6000, 0), (3, 0.25, 6000, 5)],
+)
+def test_who_comes_again_and_again_from_above_is_counted_on_until_a_prompts_last_step(
+    num_answers, every, prompt, least_kept
+):
+    """A prompt may be alone when it comes and still be passed while it runs, by whole calls."""
+    rng, terms = random.Random(0), {"prompt": 2400, "answer": 1, "tenant": "a", "priority": 1}
+    call = [{"call_prompts": [2400], "call_answers": num_answers}, *[{"call_prompts": []}] * (num_answers - 1)]
+    above = [
+        request(f"a{index}-{answer}", every * index, **terms, **share)
+        for index in range(int(8 / every))
+        for answer, share in enumerate(call)
+    ]
+    alone = prompt * 24e-6 + 0.01
+    asked = [
+        request(
+            f"b{index}", 1.0 + 0.2 * (index + rng.random()), prompt=prompt, answer=1, tenant="b",
+            targets=Targets(alone * (1.2 + 0.06 * index)),
+        )
+        for index in range(30)
+    ]  # fmt: skip
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    engine.run(above + asked)
+    promises = engine.engine.stats().promises["ttft"]
+    assert promises["broken"] == 0
+    assert promises["kept"] >= least_kept
+
+
+@pytest.mark.parametrize("num_below", [0, 1, 2, 3])
+def test_a_call_counts_on_the_rows_of_those_below_it_as_far_as_there_are_any(num_below):
+    engine = VirtualEngine(known=H200_LLAMA_8B, max_running=4)
+    for index in range(4):
+        priority = 0 if index < num_below else 1
+        engine.submit(request(f"o{index}", prompt=100, answer=400, tenant=f"t{priority}", priority=priority))
+    engine.run([], until=0.2)
+    terms = {"arrival": engine.clock.now, "tenant": "t1", "priority": 1, "targets": Targets(0.5)}
+    shares = [{"call_prompts": [100], "call_answers": 3}, {"call_prompts": []}, {"call_prompts": []}]
+    answers = [
+        engine.submit(request(f"c{i}", prompt=100, answer=50, **terms, **share)) for i, share in enumerate(shares)
+    ]
+    engine.run([])
+    assert [one.refused for one in answers] == [num_below < 3] * 3
+    assert all(one.refused or one.ttft <= 0.5 for one in answers)

@@ -1,5 +1,6 @@
 """Targets that were accepted are met, and what cannot be met is refused at once with the time to come back."""
 
+import math
 import random
 import re
 
@@ -323,6 +324,39 @@ def test_several_answers_to_one_call_are_in_time_or_told_what_all_of_them_need(
     engine.run([])
     assert all(not one.refused and one.ttft <= seconds for one in answers)
     assert all(one.last is not None and one.last.finish is FinishReason.LENGTH for one in answers)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    max_running=st.integers(1, 8),
+    num_answers=st.integers(2, 12),
+    num_others=st.integers(0, 8),
+    prompt=st.integers(1, 2000),
+    answer=st.integers(1, 100),
+    ttft=st.floats(0.02, 3.0),
+    shares_prefixes=st.booleans(),
+)
+def test_of_a_call_with_more_answers_than_free_rows_all_are_in_time_or_none_is_begun(
+    max_running, num_answers, num_others, prompt, answer, ttft, shares_prefixes
+):
+    engine = VirtualEngine(known=H200_LLAMA_8B, max_running=max_running, shares_prefixes=shares_prefixes)
+    others = [engine.submit(request(f"o{index}", prompt=200, answer=30 + 10 * index)) for index in range(num_others)]
+    engine.run([], until=0.1)
+    fields = {"prompt": prompt, "answer": answer}
+    asked = engine.clock.now
+    answers = call(engine, "a", num_answers, **fields, arrival=asked, targets=Targets(ttft))
+    is_unreachable = answers[0].refused and answers[0].last.error_code == TargetUnreachable.code
+    if is_unreachable:
+        ttft = named_seconds(answers[0])
+    if answers[0].refused:
+        assert all(one.refused for one in answers)
+        told = answers[0].last.retry_after_seconds
+        engine.run([], until=math.inf if told is None else engine.clock.now + told)
+        engine.clock.now = max(engine.clock.now, asked + (told or 0.0))
+        answers = call(engine, "b", num_answers, **fields, arrival=engine.clock.now, targets=Targets(ttft))
+    engine.run([])
+    assert all(not one.refused and one.ttft <= ttft for one in answers)
+    assert all(one.last is not None and one.last.finish is FinishReason.LENGTH for one in [*answers, *others])
 
 
 @settings(max_examples=30, deadline=None)
