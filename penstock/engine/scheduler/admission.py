@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from penstock.engine.metrics import QuantileWindow
 from penstock.engine.scheduler.answer_lengths import AnswerLengths
-from penstock.engine.scheduler.comers import Comers
+from penstock.engine.scheduler.comers import Comers, Passing
 from penstock.engine.scheduler.cost_model import StepShape, with_prompt
 from penstock.engine.scheduler.load import Claim, Load
 from penstock.engine.scheduler.lookout import Lookout
@@ -290,19 +290,13 @@ class Admission:
         context = shape.context_tokens + shape.num_rows * most // 2
         return num_rounds * most * self._times.model.seconds(StepShape(shape.num_rows, context))
 
-    def _passed_seconds(
-        self, request: RequestState, load: Load, ttft: float, step_seconds: float, chunk: int
-    ) -> float:
-        """How much later than this a first token comes by who comes before its last step, and would pass it."""
-        waits = ttft - min(step_seconds, self._alone_seconds(request.work))
-        if waits <= 0.0:
-            return 0.0
-        token_seconds = step_seconds / max(1, chunk)
-        passing = self._comers.passing(Claim.of(request, load), load.waiting.quantum)
-        part = min(_MOST_PASSING_PART, passing.rate * token_seconds)
-        # They have their part of the device's time; but it is whole prompts that come.
-        seconds = max(waits * part / (1.0 - part), min(waits, passing.prompt_tokens * token_seconds))
-        return min(seconds, passing.most_tokens * token_seconds)
+    def _passed_seconds(self, request: RequestState, load: Load, ttft: float, step_seconds: float, chunk: int) -> float:
+        """How much later than this a first token comes by who comes until then, and would pass it."""
+        alone, token_seconds = self._alone_seconds(request.work), step_seconds / max(1, chunk)
+        passers = self._comers.passers(Claim.of(request, load), load.waiting.quantum)
+        seconds = ttft - min(step_seconds, alone)  # in its last step nobody does
+        # Beside nobody a prompt runs at once: only who is above it would interrupt it.
+        return _delay(seconds, passers.above if ttft <= alone else passers.anyone, token_seconds)
 
     def _beside_prompts(
         self, seconds: float, num_steps: int, shape: StepShape, scene: Scene, *, is_idle: bool
@@ -326,10 +320,12 @@ class Admission:
 
     def _wait(self, request: RequestState, load: Load, now: float) -> float:
         """How long until all of the request's terms could be kept, if nobody else came."""
+        above = self._comers.passers(Claim.of(request, load), load.waiting.quantum).above
+        forgotten = max(0.0, self._comers.forgotten_at(above) - now)
         outlook = self._lookout.look(request.level[0], load, now)
         moments = outlook.moments
         if not moments:
-            return 0.0
+            return forgotten
         demand, past = _demand(request), outlook.num_past(now)
         index = outlook.known_moment(request.tenant, demand, past)
         if index is None:
@@ -337,7 +333,11 @@ class Admission:
             outlook.note_moment(request.tenant, demand, index)
         step_seconds = max([moment.rest_seconds for moment in moments[max(0, index - 1) : index + 1]])
         part = _SHARED_RETRY_PART if outlook.is_shared else _RETRY_PART
-        return outlook.seconds_until(index, part, now) + step_seconds
+        seconds = outlook.seconds_until(index, part, now) + step_seconds
+        if index == len(moments) - 1 and forgotten > seconds:
+            scene = outlook.scene(index, request.level, load)
+            return seconds if self._fits_into(request, load, scene) else forgotten
+        return seconds
 
     def _find_moment(self, request: RequestState, load: Load, outlook: Outlook, past: int) -> int:
         """Return from which moment on the request's terms could be kept: the last one where no other is found."""
@@ -402,6 +402,16 @@ class Admission:
         mean_left = scene.mean_waiting_answer() or mean
         most_rows = len(load.running) + load.num_free_rows
         return (steps + max(rows_short, 1) * mean_left / max(1, most_rows)) * step_seconds
+
+
+def _delay(seconds: float, passing: Passing, token_seconds: float) -> float:
+    """How much longer than this what may be passed takes by who passes it."""
+    if seconds <= 0.0:
+        return 0.0
+    part = min(_MOST_PASSING_PART, passing.rate * token_seconds)
+    # They have their part of the device's time; but it is whole prompts that come.
+    longer = max(seconds * part / (1.0 - part), min(seconds, passing.prompt_tokens * token_seconds))
+    return min(longer, passing.most_tokens * token_seconds)
 
 
 def _demand(request: RequestState) -> Demand:

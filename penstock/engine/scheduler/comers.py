@@ -7,7 +7,7 @@ all the same. Looks at requests; changes nothing but its own sums.
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.engine.scheduler.load import Claim
 from penstock.engine.scheduler.request_state import LevelKey, RequestState, TenantAccount
@@ -37,6 +37,7 @@ class _Stream:
     num_calls: int = 0
     prompt_tokens: int = 0
     wanted_tokens: int = 0
+    last_at: float = -math.inf
 
     def add(self, sign: int, call: _Call) -> None:
         self.num_calls += sign
@@ -53,13 +54,28 @@ class _Stream:
         return self.prompt_tokens / min(_WINDOW_SECONDS, max(_LEAST_SECONDS, now - self.began))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Passing:
-    """Those who would pass a request."""
+    """Some who would pass a request."""
 
     rate: float = 0.0  # prompt tokens a second
     prompt_tokens: float = 0.0  # of one call of theirs, the longest on the mean
     most_tokens: float = 0.0  # before they have got so much more that it is their turn no longer
+    last_at: float = -math.inf  # when one of them last came
+
+    def add(self, stream: _Stream, most_tokens: float, now: float) -> None:
+        self.rate += stream.rate(now)
+        self.prompt_tokens = max(self.prompt_tokens, stream.prompt_tokens / stream.num_calls)
+        self.most_tokens += most_tokens
+        self.last_at = max(self.last_at, stream.last_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Passers:
+    """Those who would pass a request."""
+
+    anyone: Passing = field(default_factory=Passing)
+    above: Passing = field(default_factory=Passing)  # those of a better level
 
 
 class Comers:
@@ -70,7 +86,7 @@ class Comers:
         self._calls: deque[_Call] = deque()
         self._streams: dict[tuple[str, LevelKey], _Stream] = {}
         self._asked: RequestState | None = None
-        self._passing = Passing()
+        self._passers = Passers()
 
     def note(self, request: RequestState) -> None:
         """A request was taken in."""
@@ -84,16 +100,20 @@ class Comers:
         stream = self._streams.get(key)
         if stream is None:
             stream = self._streams[key] = _Stream(now, request.account)
-        stream.account = request.account
+        stream.account, stream.last_at = request.account, now
         stream.add(1, call)
         self._asked = None
 
-    def passing(self, claim: Claim, quantum: float) -> Passing:
+    def passers(self, claim: Claim, quantum: float) -> Passers:
         """Those who would pass a request that comes now, until they lead its tenant by `quantum`."""
         # A forecast looks at one request many times, at one moment.
         if self._asked is not claim.request:
-            self._asked, self._passing = claim.request, self._find_passing(claim, quantum)
-        return self._passing
+            self._asked, self._passers = claim.request, self._find_passers(claim, quantum)
+        return self._passers
+
+    def forgotten_at(self, passing: Passing) -> float:
+        """When they no longer count, if none of them comes until then."""
+        return passing.last_at + _WINDOW_SECONDS
 
     def rate(self) -> float:
         """Prompt tokens a second of all that are no batch."""
@@ -101,17 +121,17 @@ class Comers:
         now = self._clock()
         return sum([stream.rate(now) for (_, (tier, _)), stream in self._streams.items() if tier == 0])
 
-    def _find_passing(self, claim: Claim, quantum: float) -> Passing:
+    def _find_passers(self, claim: Claim, quantum: float) -> Passers:
         self._forget_old()
         now, request = self._clock(), claim.request
-        rate = longest = most = 0.0
+        passers = Passers()
         for (tenant, level), stream in self._streams.items():
             is_modest = level == request.level and tenant != request.tenant and stream.next_demand < claim.demand
+            if level < request.level:
+                passers.above.add(stream, math.inf, now)
             if level < request.level or is_modest:
-                rate += stream.rate(now)
-                longest = max(longest, stream.prompt_tokens / stream.num_calls)
-                most += quantum if is_modest else math.inf
-        return Passing(rate, longest, most)
+                passers.anyone.add(stream, quantum if is_modest else math.inf, now)
+        return passers
 
     def _forget_old(self) -> None:
         oldest = self._clock() - _WINDOW_SECONDS

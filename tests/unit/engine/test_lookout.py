@@ -105,7 +105,7 @@ def test_after_many_different_demands_of_one_tenant_others_are_still_told_their_
 
 def test_who_asks_for_less_than_another_is_told_no_later_a_time_once_many_have_been():
     engine = loaded_engine(400)
-    terms = {"tenant": "tenant0", "targets": Targets(ttft_seconds=0.2)}
+    terms = {"tenant": "tenant0", "targets": Targets(ttft_seconds=0.3)}
     crowd = [
         engine.submit(request(f"{prompt}", engine.clock.now, prompt=prompt, **terms))
         for prompt in (*range(1600, 1620), 1500, 4000)

@@ -186,3 +186,21 @@ def test_a_call_counts_on_the_rows_of_those_below_it_as_far_as_there_are_any(num
     engine.run([])
     assert [one.refused for one in answers] == [num_below < 3] * 3
     assert all(one.refused or one.ttft <= 0.5 for one in answers)
+
+
+def test_who_was_above_lately_is_forgotten_when_a_refusal_says_so():
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    terms = {"prompt": 2400, "answer": 1, "tenant": "a", "priority": 1}
+    engine.run([request(f"a{index}", 0.1 * index, **terms) for index in range(10)])
+    engine.clock.now = 1.5
+
+    def ask(name):
+        terms = {"prompt": 6000, "answer": 1, "tenant": "b", "targets": Targets(0.18)}
+        return engine.submit(request(name, engine.clock.now, **terms))
+
+    refused = ask("first").last
+    assert refused is not None and refused.retry_after_seconds is not None
+    engine.clock.now += refused.retry_after_seconds
+    second = ask("second")
+    engine.run([])
+    assert not second.refused and second.ttft <= 0.18
