@@ -237,9 +237,11 @@ def compare(
 
     before, after = document.read_report(first), document.read_report(second)
     compared = comparison.compare(before, after)
-    if not compared:
+    if not comparison.common_labels(before, after):
         labels = ", ".join(run.label for run in before.runs)
         raise ConfigError("B.json", str(second), f"it has no run that the first has too; those are: {labels}")
+    if not compared:
+        raise ConfigError("B.json", str(second), "neither report has a figure of the runs that are in both")
     Console().print(tables.comparison_table(compared))
 
 

@@ -139,6 +139,7 @@ class Figure:
     short: str | None
     lower_is_better: bool
     of: Callable[[Run], float | None]
+    is_optional: bool = False  # measured only where it was asked for: a run without it tells nothing
 
 
 def _at(distribution: Distribution | None, percentile: Literal["p50", "p95", "p99"]) -> float | None:
@@ -161,9 +162,15 @@ FIGURES = (
     Figure("inter-token p99, ms", None, True, lambda run: _at(run.inter_token_ms, "p99")),
     Figure("end to end p50, ms", None, True, lambda run: _at(run.end_to_end_ms, "p50")),
     Figure("end to end p99, ms", None, True, lambda run: _at(run.end_to_end_ms, "p99")),
-    Figure("decode, ms per token", "ms/token", True, lambda run: run.decode_ms_per_token),
+    Figure("decode, ms per token", "ms/token", True, lambda run: run.decode_ms_per_token, is_optional=True),
     Figure("requests/s", "req/s", False, lambda run: _positive(run.requests_per_second)),
-    Figure("goodput, requests/s", "good", False, lambda run: run.goodput.requests_per_second if run.goodput else None),
+    Figure(
+        "goodput, requests/s",
+        "good",
+        False,
+        lambda run: run.goodput.requests_per_second if run.goodput else None,
+        is_optional=True,
+    ),
     Figure("input tokens/s", None, False, lambda run: _positive(run.input_tokens_per_second)),
     Figure("output tokens/s", "tokens/s", False, lambda run: _positive(run.output_tokens_per_second)),
 )

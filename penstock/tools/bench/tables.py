@@ -41,7 +41,7 @@ def overview_table(report: Report) -> Table:
 
 
 def comparison_table(compared: Sequence[Comparison]) -> Table:
-    """Return a line for each figure that both reports have; the ratio is the second's to the first's."""
+    """Return a line for each figure; the ratio is the second's to the first's, where both have one over zero."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("run", "figure", "A", "B", "B/A", ""):
         table.add_column(name, justify="left" if name in ("run", "figure", "") else "right")
@@ -51,11 +51,13 @@ def comparison_table(compared: Sequence[Comparison]) -> Table:
         word = "better" if item.gain > 1.02 else "worse" if item.gain < 0.98 else "same"
         label = item.label if item.label != previous else ""
         previous = item.label
-        cells = (shown(item.first), shown(item.second), f"{item.ratio:.3f}")
+        cells = (shown(item.first), shown(item.second), f"{item.ratio:.3f}" if item.has_ratio else "–")
         table.add_row(Text(label, style="bold"), Text(item.figure), *cells, Text(word, style=style))
-    if compared:
-        gain = geometric_mean([item.gain for item in compared])
-        table.add_row("", Text("geometric mean of gains", style="bold"), "", "", f"{gain:.3f}", "")
+    gains = [item.gain for item in compared if item.has_ratio]
+    if gains:
+        left_out = len(compared) - len(gains)
+        name = "geometric mean of gains" + (f", without {left_out} that have no ratio" if left_out else "")
+        table.add_row("", Text(name, style="bold"), "", "", f"{geometric_mean(gains):.3f}", "")
     return table
 
 

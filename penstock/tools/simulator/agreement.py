@@ -16,7 +16,7 @@ MAX_ERROR = 0.10
 
 def agreement(measured: Report, simulated: Report) -> list[Comparison]:
     """Return the judged figures of every run that both have."""
-    return [item for item in compare(measured, simulated) if item.figure in JUDGED]
+    return [item for item in compare(measured, simulated) if item.figure in JUDGED and item.has_ratio]
 
 
 def worst_error(compared: Sequence[Comparison]) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from penstock.tools.bench.document import read_report
+from penstock.tools.bench.document import Run, new_report, read_report, write_report
 from tests.server_process import write_tiny_model
 from tests.unit.tools.bench.stream_server import Script, served
 
@@ -148,6 +148,19 @@ def test_reports_with_nothing_in_common_are_refused(tmp_path: Path, capsys: pyte
         run("serve", "--url", url, "--shape", "2x8+5", "--json", str(second))
     assert run("compare", str(first), str(second)) == 2
     assert "it has no run that the first has too" in capsys.readouterr().err
+
+
+def test_reports_of_one_run_without_any_figure_are_refused_as_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_of_nothing = Run(
+        label="a", num_requests=2, num_completed=0, seconds=0.0, input_tokens=0, output_tokens=0, counted_by="usage"
+    )
+    file = tmp_path / "a.json"
+    report = new_report([run_of_nothing], target="x", model="m", prompts="text", ignored_end_of_text=True)
+    write_report(report, file)
+    assert run("compare", str(file), str(file)) == 2
+    assert "neither report has a figure of the runs that are in both" in capsys.readouterr().err
 
 
 def test_help_does_not_load_what_measuring_needs() -> None:

@@ -106,6 +106,44 @@ def test_a_figure_that_cannot_be_is_not_compared(value: float) -> None:
     assert "geometric mean" in shown(comparison_table(compared))
 
 
+def test_what_falls_to_nothing_is_worse_and_not_in_the_mean() -> None:
+    good = make_report(make_run(errors={}))
+    bad = make_report(
+        make_run(scale=0.5, output_tokens=0, ttft_ms=None, errors={"cut": 3}, goodput=Goodput(500.0, 30.0, 0, 0.0))
+    )
+    text = shown(comparison_table(compare(good, bad)))
+    for row in (
+        r"failed requests, % +0\.00 +75\.00 +– +worse",
+        r"TTFT p50, ms +50\.00 +– +– +worse",
+        r"goodput, requests/s +1\.00 +0\.00 +– +worse",
+        r"output tokens/s +15\.00 +0\.00 +– +worse",
+        r"geometric mean of gains, without 6 that have no ratio +2\.000",
+    ):
+        assert re.search(row, text)
+    back = shown(comparison_table(compare(bad, good)))
+    assert re.search(r"failed requests, % +75\.00 +0\.00 +– +better", back)
+    assert re.search(r"TTFT p50, ms +– +50\.00 +– +better", back)
+    assert re.search(r"output tokens/s +0\.00 +15\.00 +– +better", back)
+
+
+def test_a_run_of_which_every_request_failed_is_compared_without_a_mean() -> None:
+    failed = Run(
+        label="rate10",
+        num_requests=4,
+        num_completed=0,
+        seconds=1.0,
+        input_tokens=0,
+        output_tokens=0,
+        counted_by="chunks",
+        errors={"http 500": 4},
+    )
+    text = shown(comparison_table(compare(make_report(make_run(errors={})), make_report(failed))))
+    assert re.search(r"failed requests, % +0\.00 +100\.0 +– +worse", text)
+    assert re.search(r"requests/s +1\.50 +0\.00 +– +worse", text)
+    assert "mean" not in text
+    assert "better" not in text
+
+
 def test_the_comparison_says_which_is_better() -> None:
     text = shown(comparison_table(compare(make_report(make_run()), make_report(make_run(scale=2.0)))))
     assert "2.000" in text
