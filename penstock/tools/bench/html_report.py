@@ -15,6 +15,7 @@ from warnings import catch_warnings, filterwarnings
 from penstock.errors import ConfigError
 from penstock.tools.bench.document import Distribution, Report, RequestRow, Run
 from penstock.tools.bench.tables import facts, latencies, shown, warnings
+from penstock.tools.bench.workload import sweep_suffix
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
@@ -108,35 +109,65 @@ def _rate_of(run: Run) -> float:
     return run.rate if run.rate is not None else run.requests_per_second
 
 
+def _workload_of(run: Run) -> str:
+    """Return a run's label without its rate: `cpu8` of `cpu8 @ 20/s`, and `rate` of `rate10`."""
+    if run.rate is None:
+        return run.label
+    suffix = sweep_suffix(run.rate)
+    return run.label.removesuffix(suffix if run.label.endswith(suffix) else f"{run.rate:g}")
+
+
+def _by_workload(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Return the runs of each workload in the order of their rates."""
+    found: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=_rate_of):
+        found.setdefault(_workload_of(run), []).append(run)
+    return found
+
+
 def _plot_latency(runs: Sequence[Run]) -> Any:
-    ordered = sorted(runs, key=_rate_of)
     kinds: tuple[tuple[str, Callable[[Run], Distribution | None]], ...] = (
         ("TTFT", lambda run: run.ttft_ms),
         ("time per token", lambda run: run.time_per_token_ms),
         ("end to end", lambda run: run.end_to_end_ms),
     )
+    workloads = _by_workload(runs)
     figure, axes = _figure(len(kinds))
     for axis, (title, of) in zip(axes, kinds, strict=True):
-        for percentile in ("p50", "p90", "p99"):
-            points = [(_rate_of(run), getattr(item, percentile)) for run in ordered if (item := of(run)) is not None]
-            axis.plot([x for x, _ in points], [y for _, y in points], marker="o", label=percentile)
+        for name, steps in workloads.items():
+            for percentile in ("p50", "p90", "p99"):
+                points = [(_rate_of(run), getattr(item, percentile)) for run in steps if (item := of(run)) is not None]
+                _draw_line(axis, points, percentile, name if len(workloads) > 1 else "")
         _finish(axis, title, "requests/s", "ms", legend=True)
     return figure
 
 
 def _plot_goodput(runs: Sequence[Run]) -> Any:
-    ordered = sorted(runs, key=_rate_of)
-    rates = [_rate_of(run) for run in ordered]
+    workloads = _by_workload(runs)
     figure, (requests, tokens) = _figure(2)
-    requests.plot(rates, [run.requests_per_second for run in ordered], marker="o", label="completed")
-    good = [(_rate_of(run), run.goodput.requests_per_second) for run in ordered if run.goodput is not None]
-    if good:
-        requests.plot([x for x, _ in good], [y for _, y in good], marker="o", label="within the limits")
-    requests.plot(rates, rates, linestyle=":", color="grey", label="offered")
+    for workload, steps in workloads.items():
+        name = workload if len(workloads) > 1 else ""
+        _draw_line(requests, [(_rate_of(run), run.requests_per_second) for run in steps], "completed", name)
+        good = [(_rate_of(run), run.goodput.requests_per_second) for run in steps if run.goodput is not None]
+        if good:
+            _draw_line(requests, good, "within the limits", name)
+        _draw_line(tokens, [(_rate_of(run), run.output_tokens_per_second) for run in steps], "", name)
+    offered = sorted({run.rate for run in runs if run.rate is not None})
+    if offered:
+        requests.plot(offered, offered, linestyle=":", color="grey", label="offered")
     _finish(requests, "requests", "requests/s", "requests/s", legend=True)
-    tokens.plot(rates, [run.output_tokens_per_second for run in ordered], marker="o")
-    _finish(tokens, "output tokens", "requests/s", "tokens/s", legend=False)
+    _finish(tokens, "output tokens", "requests/s", "tokens/s", legend=len(workloads) > 1)
     return figure
+
+
+def _draw_line(axis: Any, points: Sequence[tuple[float, float]], what: str, workload: str) -> None:
+    """Draw what was measured of one workload; its name is told where there are several."""
+    axis.plot([x for x, _ in points], [y for _, y in points], marker="o", label=_label(f"{workload} {what}".strip()))
+
+
+def _label(text: str) -> str:
+    """Return a text for a legend; matplotlib leaves out those that begin with "_"."""
+    return f" {text}" if text[:1] == "_" else text
 
 
 def _plot_distribution(runs: Sequence[Run]) -> Any:
@@ -150,8 +181,7 @@ def _plot_distribution(runs: Sequence[Run]) -> Any:
         for run in runs:
             values = sorted(value for row in run.requests if (value := of(row)) is not None)
             shares = [(index + 1) / len(values) for index in range(len(values))]
-            # matplotlib leaves labels that begin with "_" out of legends.
-            axis.step(values, shares, where="post", label=f" {run.label}" if run.label[:1] == "_" else run.label)
+            axis.step(values, shares, where="post", label=_label(run.label))
         _finish(axis, title, "ms", "share of requests", legend=len(runs) > 1)
     return figure
 

@@ -8,7 +8,7 @@ from penstock.tools.bench.catalogue import named_workload
 from penstock.tools.bench.offline_bench import with_prefill_twins
 from penstock.tools.bench.shape import parse_shape
 from penstock.tools.bench.trace import read_trace
-from penstock.tools.bench.workload import Workload
+from penstock.tools.bench.workload import Workload, sweep_suffix
 
 # Between two runs of a sweep: far enough that no run meets tokens which another left in a prefix cache.
 SWEEP_SHIFT = 1009
@@ -96,7 +96,7 @@ class Arrivals:
 def sweep(workload: Workload, rates: list[float], seed: int = 0) -> list[Workload]:
     """Return the workload once at each rate, each time of tokens not seen before."""
     return [
-        replace(workload.at_rate(rate, seed), name=f"{workload.name} @ {rate:g}/s").shifted(index * SWEEP_SHIFT)
+        replace(workload.at_rate(rate, seed), name=workload.name + sweep_suffix(rate)).shifted(index * SWEEP_SHIFT)
         for index, rate in enumerate(rates)
     ]
 

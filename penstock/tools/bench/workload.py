@@ -15,6 +15,11 @@ VOCABULARY_TOKENS = 10001
 SEEDED_BLOCK_TOKENS = 512
 
 
+def sweep_suffix(rate: float) -> str:
+    """Return what a workload's name ends with where it runs at several rates."""
+    return f" @ {rate:g}/s"
+
+
 class Prompt(Protocol):
     """A prompt that can be written out as token ids, the same ones each time."""
 

@@ -207,6 +207,31 @@ def test_a_rate_at_which_all_failed_has_its_place_among_goodputs() -> None:
     assert has_its_tick == [False, True, False]
 
 
+def plotted(report: Report) -> list[str]:
+    """Return the page's plots as SVG."""
+    return [base64.b64decode(plot).decode() for plot in re.findall(r'base64,([^"]+)"', render_html(report))]
+
+
+def test_each_workload_of_a_sweep_has_lines_of_its_own() -> None:
+    pytest.importorskip("matplotlib")
+    steps = [make_run(f"{name} @ {rate}/s", rate=float(rate)) for name in ("cpu4", "cpu8") for rate in (10, 20, 40)]
+    latency, goodput, _ = plotted(make_report(*steps))
+    # TTFT, time per token and end to end, each with three percentiles.
+    assert [latency.count(f">cpu4 {name}<") for name in ("p50", "p90", "p99")] == [3, 3, 3]
+    assert latency.count(">cpu8 p50<") == 3
+    for name in ("cpu4 completed", "cpu8 completed", "cpu4 within the limits", "cpu4", "cpu8", "offered"):
+        assert f">{name}<" in goodput
+    for single in (steps[:3], [make_run("rate10", rate=10.0), make_run("rate20", rate=20.0)]):
+        assert plotted(make_report(*single))[0].count(">p50<") == 3
+
+
+def test_what_was_not_offered_at_a_rate_is_not_drawn_as_offered() -> None:
+    pytest.importorskip("matplotlib")
+    loops = [make_run(str(count), rate=None, concurrency=count) for count in (1, 2)]
+    assert ">offered<" not in plotted(make_report(*loops))[1]
+    assert ">offered<" in plotted(make_report(make_run()))[1]
+
+
 def test_a_run_without_requests_has_no_plots() -> None:
     page = render_html(make_report(make_run(requests=[])))
     assert "<img" not in page
