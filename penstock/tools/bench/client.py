@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
-import msgspec
 
 from penstock.errors import RemoteError
 from penstock.tools.bench.request_body import Dialect
-from penstock.tools.bench.stream_scan import StreamScan, describe_error
+from penstock.tools.bench.stream_scan import StreamScan, parse, read_reason
 
 CONNECT_SECONDS = 30.0
 SILENCE_SECONDS = 600.0  # between two reads: the first token may wait for a long queue
@@ -84,7 +82,7 @@ class StreamClient:
             raise RemoteError(f"no server answers at {self.url}; start one, or name another with --url") from error
         if status == 401:
             raise RemoteError(f"{self.url} wants a key; give it with --api-key or PENSTOCK_API_KEY")
-        document = _parse(body)
+        document = parse(body)
         listed = document.get("data") if isinstance(document, dict) else None
         if not (isinstance(listed, list) and listed and isinstance(listed[0], dict) and "id" in listed[0]):
             raise RemoteError(f"{self.url} lists no models (status {status}); name one with --model")
@@ -122,7 +120,7 @@ class StreamClient:
             if response.status != 200:
                 refusal = await response.content.read(MAX_ERROR_BYTES)
                 self.last_heard = self._now()
-                measurement.fail(f"http {response.status}", _reason(refusal))
+                measurement.fail(f"http {response.status}", read_reason(refusal))
             elif response.content_type != "text/event-stream":
                 measurement.fail("not a stream", f"the answer is {response.content_type}")
             else:
@@ -143,17 +141,3 @@ class StreamClient:
         elif not ending.is_whole:
             measurement.fail("cut", "the stream ended before the answer did")
         return None
-
-
-def _parse(body: bytes) -> Any:
-    try:
-        return msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-
-
-def _reason(body: bytes) -> str:
-    document = _parse(body)
-    if isinstance(document, dict):
-        return describe_error(document.get("error", document))
-    return body[:500].decode("utf-8", "replace")

@@ -4,9 +4,11 @@ A load generator reads thousands of events a second and must not be what is meas
 the text it brings. The last few reads are kept and parsed once, at the end: usage, errors and [DONE] are there.
 """
 
+import itertools
 import re
 from array import array
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -18,9 +20,9 @@ _TAIL_READS = 4
 # Quotes inside a JSON text are escaped, so none can match within an answer. An event of a completion counts though its
 # text is empty (half of a character, say) unless it only tells of the end, before its text or after it; in a chat an
 # empty text is the role's.
-_COMPLETION_TOKEN = re.compile(rb'"text":\s*"(?!"[^}]*"finish_reason":\s*")')
-_COMPLETION_END = re.compile(rb'"finish_reason":\s*"[^{}]*"text":\s*""')
-_CHAT_TOKEN = re.compile(rb'"(?:content|reasoning_content|reasoning)":\s*"(?!")')
+_COMPLETION_TOKEN = re.compile(rb'"text"\s*:\s*"(?!"[^}]*"finish_reason"\s*:\s*")')
+_COMPLETION_END = re.compile(rb'"finish_reason"\s*:\s*"[^{}]*"text"\s*:\s*""')
+_CHAT_TOKEN = re.compile(rb'"(?:content|reasoning_content|reasoning)"\s*:\s*"(?!")')
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -69,7 +71,7 @@ class StreamScan:
 
     def push(self, chunk: bytes, at: float) -> bool:
         """Take what was read at a time. False if a line has grown beyond reason."""
-        end = chunk.rfind(b"\n") + 1
+        end = chunk.rfind(b"\n") + 1 or chunk.rfind(b"\r") + 1
         if not end:
             self._rest += chunk
             return len(self._rest) <= MAX_LINE_BYTES
@@ -87,23 +89,45 @@ class StreamScan:
     def end(self) -> Ending:
         """Return what the last reads said, after the last `push`."""
         ending = Ending()
-        for line in (b"".join(self._tail) + self._rest).splitlines():
-            kind, _, data = line.partition(b":")
-            if kind == b"data" and data.strip() == b"[DONE]":
-                ending.is_whole = True
-            elif kind in (b"data", b"error"):
-                _take(data, ending)
+        for kind, lines in _events((b"".join(self._tail) + self._rest).splitlines()):
+            if kind == b"error":
+                ending.error = read_reason(b"\n".join(lines))
+            elif not _take(b"\n".join(lines), ending):
+                # Some servers leave out the empty line between two events.
+                for line in lines:
+                    _take(line, ending)
         ending.is_whole = ending.is_whole and ending.error is None
         if self.token_times and not ending.output_tokens:
             ending.output_tokens = None  # a server that does not count says 0
         return ending
 
 
-def _take(data: bytes, ending: Ending) -> None:
+def _events(lines: Iterable[bytes]) -> Iterator[tuple[bytes, list[bytes]]]:
+    """Yield each event's name and its lines of data; llama.cpp names an error before its colon, not in a line."""
+    name, data = b"", list[bytes]()
+    for line in itertools.chain(lines, [b""]):
+        kind, _, value = line.partition(b":")
+        if kind == b"event":
+            name = value.strip()
+        elif kind == b"data":
+            data.append(value.strip())
+        elif kind == b"error":
+            yield kind, [value]
+        elif not line:
+            if data:
+                yield name, data
+            name, data = b"", []
+
+
+def _take(data: bytes, ending: Ending) -> bool:
+    """Note what an event says of the end. False where it cannot be read."""
+    if data == b"[DONE]":
+        ending.is_whole = True
+        return True
     try:
         event = msgspec.json.decode(data, type=_Event)
-    except (msgspec.DecodeError, RecursionError):
-        return
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
     if event.error is not None:
         ending.error = describe_error(event.error)
     if any(choice.finish_reason for choice in event.choices):
@@ -113,6 +137,23 @@ def _take(data: bytes, ending: Ending) -> None:
         ending.output_tokens = event.usage.completion_tokens
         if event.usage.prompt_tokens_details is not None:
             ending.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
+    return True
+
+
+def parse(body: bytes) -> Any:
+    """Return what a JSON text holds, or None where it is none."""
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def read_reason(body: bytes) -> str:
+    """Return why a server refused or gave up, from the JSON or the text that it sent."""
+    document = parse(body)
+    if isinstance(document, dict):
+        return describe_error(document.get("error", document))
+    return body[:500].decode("utf-8", "replace")
 
 
 def describe_error(error: Any) -> str:

@@ -71,6 +71,9 @@ def warnings(run: Run) -> list[str]:
     for kind, count in run.errors.items():
         example = run.error_examples.get(kind)
         lines.append(f"{count} of {run.num_requests} requests failed: {kind}{f' ({example})' if example else ''}")
+    textless = sum(row.ttft_ms is None for row in run.requests)
+    if textless:
+        lines.append(f"{textless} answers ended well but brought no text that was recognised: no token has a time.")
     if run.num_short:
         lines.append(f"{run.num_short} answers were shorter than asked for.")
     return lines

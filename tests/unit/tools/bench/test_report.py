@@ -165,6 +165,12 @@ def test_a_run_is_shown_with_what_to_know_before_believing_it() -> None:
     assert re.search(r"TTFT +50\.00 +50\.00 +58\.00 +59\.00 +59\.80 +60\.00", text)
 
 
+def test_answers_without_text_are_told() -> None:
+    silent = RequestRow(0.0, None, None, 50.0, 100, 10)
+    assert "2 answers ended well but brought no text" in shown(run_table(make_run(requests=[silent, silent])))
+    assert "no text" not in shown(run_table(make_run()))
+
+
 def test_the_overview_has_a_line_for_each_run() -> None:
     text = shown(overview_table(make_report(make_run("a"), make_run("b", 2.0))))
     assert re.search(r"^a .*50\.00", text, re.MULTILINE)

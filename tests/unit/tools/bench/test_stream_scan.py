@@ -90,6 +90,35 @@ def test_lines_may_end_as_in_http() -> None:
     assert made.end().is_whole
 
 
+@pytest.mark.parametrize("size", [1, 50, 10_000])
+def test_lines_may_end_with_a_carriage_return_alone(size: int) -> None:
+    made = scan(COMPLETION.replace(b"\n", b"\r"), size)
+    assert len(made.token_times) == 3
+    assert made.end().output_tokens == 3
+
+
+@pytest.mark.parametrize(("stream", "num_tokens"), [(COMPLETION, 3), (CHAT, 2)])
+def test_a_colon_may_have_a_space_before_it(stream: bytes, num_tokens: int) -> None:
+    made = scan(stream.replace(b'":', b'" :'), 10_000, chat=stream is CHAT)
+    assert len(made.token_times) == num_tokens
+    assert made.end().is_whole
+
+
+def test_an_event_may_have_several_lines_of_data() -> None:
+    made = scan(COMPLETION.replace(b"{", b"{\ndata: "), 10_000)
+    assert len(made.token_times) == 3
+    ending = made.end()
+    assert (ending.input_tokens, ending.output_tokens, ending.cached_tokens) == (7, 3, 2)
+
+
+def test_events_need_no_empty_line_between_them() -> None:
+    made = scan(COMPLETION.replace(b"\n\n", b"\n"), 10_000)
+    assert len(made.token_times) == 3
+    ending = made.end()
+    assert ending.is_whole
+    assert ending.output_tokens == 3
+
+
 def test_a_reason_to_finish_is_an_end_without_done() -> None:
     assert scan(COMPLETION.removesuffix(b"data: [DONE]\n\n"), 10_000).end().is_whole
 
@@ -98,7 +127,16 @@ def test_a_stream_without_an_end_is_not_whole() -> None:
     assert not scan(COMPLETION[:200], 10_000).end().is_whole
 
 
-@pytest.mark.parametrize("event", [b'data: {"error":{"message":"it broke"}}\n\n', b'error: {"error":"it broke"}\n\n'])
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'data: {"error":{"message":"it broke"}}\n\n',
+        b'error: {"error":"it broke"}\n\n',
+        b'event: error\ndata: {"message":"it broke"}\n\n',
+        b'event: error\ndata: {"error":{"message":"it broke"}}\n\n',
+        b"event: error\ndata: it broke\n\n",
+    ],
+)
 def test_an_error_event_spoils_the_stream(event: bytes) -> None:
     ending = scan(COMPLETION + event, 10_000).end()
     assert not ending.is_whole
@@ -112,6 +150,7 @@ def test_an_error_event_spoils_the_stream(event: bytes) -> None:
         b"data: {not json}\n\n",
         b"data: 3\n\n",
         b'data: {"choices":3}\n\n',
+        b'data: {"error":"\xff"}\n\n',
         b"data: " + b"[" * 100_000 + b"\n\n",
     ],
 )
