@@ -4,7 +4,7 @@ The flags are here; measuring is `penstock.tools.bench`, imported when a command
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,10 +14,10 @@ from rich.text import Text
 
 from penstock.commands.flags import number_flag, options_of, output_flag, takes_options
 from penstock.config import Sourced
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
-    from penstock.tools.bench.document import Report
+    from penstock.tools.bench.document import Report, Run
 
 app = typer.Typer(help="Measure a server or an engine under load.", no_args_is_help=True)
 
@@ -149,7 +149,7 @@ def serve(
         report = _run(serve_bench.bench_serve(target, workloads, ServiceLevel(slo_ttft, slo_tpot), watcher=bar))
     publish(report, json, html)
     if report.cut_short:
-        Console(stderr=True).print("Cut short: this is what was measured until then.")
+        _tell_cut_short()
         raise typer.Exit(130)
     if not any(run.num_completed for run in report.runs):
         raise typer.Exit(1)
@@ -203,13 +203,26 @@ def offline(
         bench = OfflineBench(
             completer=llm,
             vocab_size=llm.spec.vocab_size,
+            max_context_tokens=llm.config.max_context_tokens,
             ignore_eos=ignore_eos,
             warm_up_requests=warmup,
             service_level=ServiceLevel(slo_ttft, slo_tpot),
         )
-        runs = bench.run(workloads, bar)
-    report = new_report(runs, target="this process", model=model, prompts="token ids", ignored_end_of_text=ignore_eos)
-    publish(report, json, html)
+        runs, ended = _until_ended(bench.run(workloads, bar))
+    if runs:
+        report = new_report(
+            runs,
+            target="this process",
+            model=model,
+            prompts="token ids",
+            ignored_end_of_text=ignore_eos,
+            cut_short=ended is not None,
+        )
+        publish(report, json, html)
+    if ended is not None:
+        if runs:
+            _tell_cut_short()
+        raise ended
     return 0
 
 
@@ -268,6 +281,21 @@ def publish(report: "Report", file: Path | None, html: Path | None = None) -> No
         from penstock.tools.bench import html_report
 
         html_report.write_html(report, html)
+
+
+def _until_ended(measuring: Iterator["Run"]) -> "tuple[list[Run], PenstockError | KeyboardInterrupt | None]":
+    """Return the runs that are done, and what ended the rest of them, if anything did."""
+    runs = []
+    try:
+        for run in measuring:
+            runs.append(run)
+    except (PenstockError, KeyboardInterrupt) as error:
+        return runs, error
+    return runs, None
+
+
+def _tell_cut_short() -> None:
+    Console(stderr=True).print("Cut short: this is what was measured until then.")
 
 
 def _run(measuring: "Coroutine[Any, Any, Report]") -> "Report":

@@ -5,13 +5,14 @@ Knows the engine only as something that completes prompts; which one, and how it
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import msgspec
 
-from penstock.request import SamplingParams
+from penstock.errors import ContextTooLong, RequestError
+from penstock.request import SamplingParams, check_answer_fits
 from penstock.tools.bench.catalogue import prefill_twin, steady_steps
 from penstock.tools.bench.client import Measurement
 from penstock.tools.bench.document import Run
@@ -54,19 +55,28 @@ class OfflineBench:
 
     completer: Completer
     vocab_size: int
+    max_context_tokens: int
     ignore_eos: bool = True
     warm_up_requests: int = 1
     service_level: ServiceLevel = field(default_factory=ServiceLevel)
     now: Callable[[], float] = time.perf_counter
 
-    def run(self, workloads: Sequence[Workload], watcher: Watcher | None = None) -> list[Run]:
-        """Run the workloads one after the other; a decode workload finds its twin among those before it."""
+    def run(self, workloads: Sequence[Workload], watcher: Watcher | None = None) -> Iterator[Run]:
+        """Yield each workload's run when it is done; a decode workload finds its twin among those before it."""
         runs: dict[str, Run] = {}
         for workload in workloads:
+            self._check_fits(workload)
             if watcher is not None:
                 watcher.begin(workload.name, None)
             runs[workload.name] = self._run(workload, runs)
-        return list(runs.values())
+            yield runs[workload.name]
+
+    def _check_fits(self, workload: Workload) -> None:
+        for number, item in enumerate(workload.requests, 1):
+            try:
+                check_answer_fits(item.prompt.num_tokens, item.max_tokens, self.max_context_tokens)
+            except ContextTooLong as error:
+                raise RequestError(f"{workload.name}, request {number}: {error}", param=error.param) from error
 
     def _run(self, workload: Workload, earlier: Mapping[str, Run]) -> Run:
         warm_up = workload.warm_up(self.warm_up_requests)

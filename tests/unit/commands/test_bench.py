@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
+from penstock.llm import LLM, Completion
+from penstock.request import SamplingParams
 from penstock.tools.bench.document import Run, new_report, read_report, write_report
 from tests.server_process import write_tiny_model
 from tests.unit.tools.bench.stream_server import Script, served
@@ -119,15 +121,47 @@ def test_a_rate_that_is_none_is_one_sentence(option: str, value: str, capsys: py
     assert capsys.readouterr().err == f"{option}: {value!r} is not usable; give a number over 0\n"
 
 
+TINY_ENGINE = ["--load-format", "dummy", "--device", "cpu", "--threads", "1", "--kv-memory", "8MiB"]
+
+
 def test_an_engine_runs_a_trace_all_at_once_and_shares_what_it_shares(tmp_path: Path) -> None:
     model, trace, json = write_tiny_model(tmp_path / "tiny"), tmp_path / "a.jsonl", tmp_path / "a.json"
     line = '{"timestamp": %d, "input_length": 600, "output_length": 3, "hash_ids": [1, %d]}\n'
     trace.write_text("".join(line % (number * 60_000, number + 2) for number in range(3)))
-    options = ["--load-format", "dummy", "--device", "cpu", "--threads", "1", "--kv-memory", "8MiB"]
-    assert run("offline", str(model), *options, "--trace", str(trace), "--limit", "2", "--json", str(json)) == 0
+    assert run("offline", str(model), *TINY_ENGINE, "--trace", str(trace), "--limit", "2", "--json", str(json)) == 0
     (found,) = read_report(json).runs
     assert (found.label, found.num_completed, found.input_tokens, found.output_tokens) == ("a", 2, 1200, 6)
     assert found.cached_tokens
+
+
+def test_what_an_engine_measured_is_reported_before_a_workload_that_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, json = write_tiny_model(tmp_path / "tiny"), tmp_path / "a.json"
+    flags = ["--max-context-tokens", "256", "--workload", "cpu1,rate10", "--json", str(json)]
+    assert run("offline", str(model), *TINY_ENGINE, *flags) == 2
+    shown = capsys.readouterr()
+    assert "output tokens/s" in shown.out
+    assert "rate10, request 1: the prompt has 1024 tokens" in shown.err
+    assert read_report(json).cut_short
+    assert [item.label for item in read_report(json).runs] == ["cpu1"]
+
+
+def test_ctrl_c_reports_the_runs_that_an_engine_has_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, json = write_tiny_model(tmp_path / "tiny"), tmp_path / "a.json"
+    generate = LLM.generate
+
+    def interrupted(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[Completion]:
+        if len(prompts) == 4:
+            raise KeyboardInterrupt
+        return generate(llm, prompts, params)
+
+    monkeypatch.setattr(LLM, "generate", interrupted)
+    assert run("offline", str(model), *TINY_ENGINE, "--workload", "cpu1,cpu4", "--json", str(json)) == 130
+    assert "Cut short" in capsys.readouterr().err
+    assert [item.label for item in read_report(json).runs] == ["cpu1"]
 
 
 def test_two_reports_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

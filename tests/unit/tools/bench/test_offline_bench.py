@@ -1,16 +1,17 @@
 """Workloads on an engine in this process; a fake one, with a clock that it moves itself."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from penstock.errors import RequestError
 from penstock.request import SamplingParams
 from penstock.tools.bench.catalogue import named_workload
 from penstock.tools.bench.offline_bench import OfflineBench
 from penstock.tools.bench.shape import parse_shape
 from penstock.tools.bench.summary import ServiceLevel
-from penstock.tools.bench.workload import Workload
+from penstock.tools.bench.workload import FixedPrompt, PlannedRequest, Workload
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,9 @@ class FakeEngine:
 
 
 def bench(engine: FakeEngine, *, vocab_size: int = 50_000, warm_up: int = 0) -> OfflineBench:
-    return OfflineBench(completer=engine, vocab_size=vocab_size, warm_up_requests=warm_up, now=engine.now)
+    return OfflineBench(
+        completer=engine, vocab_size=vocab_size, max_context_tokens=1024, warm_up_requests=warm_up, now=engine.now
+    )
 
 
 def workload(shape: str = "4x8+101") -> Workload:
@@ -61,9 +64,7 @@ def test_throughput_is_over_the_time_of_the_whole() -> None:
 def test_latencies_count_from_the_beginning_of_the_whole() -> None:
     engine = FakeEngine()
     level = ServiceLevel(ttft_ms=1100.0, time_per_token_ms=10.5)
-    (run,) = OfflineBench(
-        completer=engine, vocab_size=50_000, warm_up_requests=0, service_level=level, now=engine.now
-    ).run([workload()])
+    (run,) = replace(bench(engine), service_level=level).run([workload()])
     assert run.ttft_ms is not None and run.ttft_ms.p50 == pytest.approx(1000.0)
     assert run.time_per_token_ms is not None and run.time_per_token_ms.p99 == pytest.approx(10.0)
     assert run.inter_token_ms is not None and run.inter_token_ms.count == 400
@@ -75,7 +76,7 @@ def test_latencies_count_from_the_beginning_of_the_whole() -> None:
 def test_requests_carry_the_workloads_tokens_lengths_and_temperature() -> None:
     engine = FakeEngine()
     load = workload()
-    bench(engine).run([load])
+    list(bench(engine).run([load]))
     ((prompts, params),) = engine.calls
     assert prompts == [list(request.prompt.token_ids()) for request in load.requests]
     assert params == [SamplingParams(max_tokens=101, temperature=0.6, ignore_eos=True)] * 4
@@ -99,10 +100,21 @@ def test_the_warm_up_is_short_unmeasured_and_of_other_tokens() -> None:
 
 def test_a_small_vocabulary_folds_the_tokens() -> None:
     engine = FakeEngine()
-    bench(engine, vocab_size=100).run([workload()])
+    list(bench(engine, vocab_size=100).run([workload()]))
     assert max(token for prompt in engine.calls[0][0] for token in prompt) < 100
 
 
 def test_short_answers_are_counted() -> None:
     (run,) = bench(FakeEngine(shorter_by=1)).run([workload()])
     assert run.num_short == 4
+
+
+def test_a_request_that_does_not_fit_is_named_and_the_runs_before_it_are_there() -> None:
+    short, long = PlannedRequest(FixedPrompt([1] * 8), 4), PlannedRequest(FixedPrompt([1] * 1022), 4)
+    engine = FakeEngine()
+    runs = bench(engine, warm_up=1).run([workload(), Workload(name="a", requests=(short, long))])
+    assert next(runs).num_completed == 4
+    num_calls = len(engine.calls)
+    with pytest.raises(RequestError, match=r"a, request 2: the prompt \(1022 tokens\) plus max_tokens \(4\)"):
+        next(runs)
+    assert len(engine.calls) == num_calls
