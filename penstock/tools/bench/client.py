@@ -52,7 +52,7 @@ class StreamClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     async def __aenter__(self) -> "StreamClient":
-        if urlsplit(self.url).scheme not in ("http", "https"):
+        if not _is_url(self.url):
             raise RemoteError(f"{self.url!r} is not a URL; give one such as http://127.0.0.1:8000")
         if not self._headers.get("Authorization", "").isprintable():
             raise RemoteError("the key has a character that no header can; check --api-key or PENSTOCK_API_KEY")
@@ -141,3 +141,12 @@ class StreamClient:
         elif not ending.is_whole:
             measurement.fail("cut", "the stream ended before the answer did")
         return None
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        # A port that is no number is noticed as it is read.
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False

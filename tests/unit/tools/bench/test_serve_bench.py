@@ -289,9 +289,10 @@ def test_a_key_that_no_header_can_hold_is_refused() -> None:
         run_virtually(main)
 
 
-def test_what_is_not_a_url_is_refused() -> None:
+@pytest.mark.parametrize("url", ["localhost:8000", "http://[::1", "http://", "http://a:b", "http://a:99999"])
+def test_what_is_not_a_url_is_refused(url: str) -> None:
     async def main(now: Callable[[], float]) -> Report:
-        return await bench_serve(ServeTarget(url="localhost:8000"), _loads(), ServiceLevel(), now=now)
+        return await bench_serve(ServeTarget(url=url), _loads(), ServiceLevel(), now=now)
 
     with pytest.raises(RemoteError, match="is not a URL"):
         run_virtually(main)
