@@ -22,11 +22,14 @@ async def find_dialect(client: StreamClient, model: str, wanted: Dialect) -> Dia
         if measurement.error is None:
             return dialect
         first_refusal = first_refusal or f"{measurement.error}: {measurement.error_text}"
+        if measurement.error == "http 503":
+            raise RemoteError(f"{client.url} is not ready; wait until it is ({first_refusal})")
         if measurement.error not in _REFUSALS:
             break
-    raise RemoteError(
-        f"{client.url} does not answer a request for one token ({first_refusal}); check --url and --model"
-    )
+    right = "check --url and --model"
+    if first_refusal.startswith("http 404") and not wanted.chat:
+        right += ", or give --chat where the server has the chat API only"
+    raise RemoteError(f"{client.url} does not answer a request for one token ({first_refusal}); {right}")
 
 
 def _plainer(wanted: Dialect) -> Iterator[Dialect]:

@@ -17,6 +17,7 @@ class Script:
     first_seconds: float = 0.05
     token_seconds: float = 0.01
     status: int = 200
+    refuses_probe: bool = False  # with the status too
     refusal: bytes = b'{"error": {"message": "too many"}}'  # where the status is another
     cut_after: int | None = None  # tokens, then the connection breaks
     end_after: int | None = None  # tokens, then the stream ends as if it were whole, without [DONE]
@@ -68,8 +69,8 @@ class _Server:
             script.takes_token_ids or isinstance(body.get("prompt", ""), str)
         ):
             return web.json_response({"error": {"message": "what is this?"}}, status=400)
-        # The probe, which asks for one token, is let through: scripts are about what comes after it.
-        if script.status != 200 and body["max_tokens"] > 1:
+        # The probe, which asks for one token, is let through: most scripts are about what comes after it.
+        if script.status != 200 and (script.refuses_probe or body["max_tokens"] > 1):
             return web.Response(body=script.refusal, status=script.status, content_type="application/json")
         script.num_open += 1
         script.max_open = max(script.max_open, script.num_open)

@@ -280,6 +280,20 @@ def test_a_server_that_goes_away_leaves_connect_errors() -> None:
     assert [item.error for _, item in result.measured] == ["connect"] * 4
 
 
+def test_a_server_without_completions_may_have_the_chat_api() -> None:
+    script = Script(status=404, refuses_probe=True)
+    with pytest.raises(RemoteError, match=r"http 404: too many.*or give --chat where"):
+        bench_one(script)
+    with pytest.raises(RemoteError, match=r"check --url and --model$"):
+        bench_one(script, dialect=Dialect(chat=True))
+
+
+def test_a_server_that_is_starting_is_waited_for_with_its_own_words() -> None:
+    script = Script(status=503, refuses_probe=True, refusal=b'{"error": {"message": "the engine is starting"}}')
+    with pytest.raises(RemoteError, match=r"is not ready; wait until it is \(http 503: the engine is starting\)"):
+        bench_one(script)
+
+
 def test_a_key_that_no_header_can_hold_is_refused() -> None:
     async def main(now: Callable[[], float]) -> Report:
         target = ServeTarget(url="http://127.0.0.1:9", api_key="one\ntwo")
