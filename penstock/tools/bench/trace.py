@@ -6,7 +6,7 @@ The traces hold lengths, not text. Prompts are made up: unrelated for Azure's, a
 
 import csv
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -36,8 +36,8 @@ class _BadLine(ValueError):
 def read_trace(file: Path, limit: int | None = None) -> Workload:
     """Return the first `limit` requests of a trace, its first arrival at zero."""
     try:
-        with file.open(newline="", encoding="utf-8-sig") as lines:
-            numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+        with file.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as lines:
+            numbered = _numbered(lines)
             first = next(numbered, None)
             requests = [] if first is None else _read(first, numbered, limit)
     except OSError as error:
@@ -48,10 +48,19 @@ def read_trace(file: Path, limit: int | None = None) -> Workload:
         raise ConfigError("--trace", str(file), "it holds no requests")
     requests.sort(key=lambda request: request.start_seconds)
     first_start = requests[0].start_seconds
-    if requests[-1].start_seconds - first_start > MAX_SECONDS:
-        raise ConfigError("--trace", str(file), "its first and last request are more than a year apart")
     planned = (PlannedRequest(item.prompt, item.max_tokens, item.start_seconds - first_start) for item in requests)
     return Workload(name=file.stem, requests=tuple(planned))
+
+
+def _numbered(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Yield the lines that are not empty; bytes that are not UTF-8 are surrogates in them."""
+    for number, line in enumerate(lines, 1):
+        try:
+            line.encode()
+        except UnicodeEncodeError as error:
+            raise _BadLine(f"line {number}: it has a byte that is not UTF-8; save the file as UTF-8") from error
+        if line.strip():
+            yield number, line
 
 
 def _read(first: tuple[int, str], rest: Iterator[tuple[int, str]], limit: int | None) -> list[PlannedRequest]:
@@ -60,7 +69,11 @@ def _read(first: tuple[int, str], rest: Iterator[tuple[int, str]], limit: int | 
 
 
 def _checked(requests: Iterator[tuple[int, PlannedRequest]]) -> Iterator[PlannedRequest]:
+    first_start, last_start = float("inf"), float("-inf")
     for number, request in requests:
+        first_start, last_start = min(first_start, request.start_seconds), max(last_start, request.start_seconds)
+        if last_start - first_start > MAX_SECONDS:
+            raise _BadLine(f"line {number}: it and a line before it are more than a year apart")
         if request.prompt.num_tokens < 1 or request.max_tokens < 0:
             raise _BadLine(f"line {number}: lengths must be positive")
         if max(request.prompt.num_tokens, request.max_tokens) > MAX_TOKENS:

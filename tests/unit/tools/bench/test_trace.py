@@ -107,7 +107,7 @@ def test_blocks_of_ids_that_differ_by_their_sign_only_differ(tmp_path: Path) -> 
         (AZURE + "2023-11-16 18:15:46,0,2\n", "lengths must be positive"),
         (AZURE + "2023-11-16 18:15:46,1000000000000000,2\n", "line 5: lengths must be at most 16777216"),
         (AZURE + "2023-11-16 18:15:46,1,1000000000000000\n", "line 5: lengths must be at most 16777216"),
-        (AZURE + "9999-12-31 23:59:59,1,2\n", "more than a year apart"),
+        (AZURE + "9999-12-31 23:59:59,1,2\n", "line 5: it and a line before it are more than a year apart"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
         ('{"timestamp": 1}\n', "line 1: .*input_length"),
         ('{"timestamp":1,"input_length":513,"output_length":1,"hash_ids":[1]}\n', "line 1: 513 tokens need 2 hash_ids"),
@@ -117,6 +117,13 @@ def test_blocks_of_ids_that_differ_by_their_sign_only_differ(tmp_path: Path) -> 
 def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_trace(write(tmp_path, text))
+
+
+def test_a_byte_that_is_not_utf_8_is_refused_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "latin.csv"
+    file.write_bytes(AZURE.encode() + b"2023-11-16 18:15:46,1,2,caf\xe9\n")
+    with pytest.raises(ConfigError, match=r"latin\.csv.*line 5: it has a byte that is not UTF-8"):
+        read_trace(file)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
