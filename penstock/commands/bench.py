@@ -125,7 +125,7 @@ def serve(
     from penstock.tools.bench.summary import ServiceLevel
     from penstock.tools.bench.watcher import ProgressBar
 
-    _check_html(html)
+    _check_files(json, html)
     work = Work(
         names=workload,
         shape=shape,
@@ -181,7 +181,7 @@ def offline(
     from penstock.tools.bench.summary import ServiceLevel
     from penstock.tools.bench.watcher import ProgressBar
 
-    _check_html(html)
+    _check_files(json, html)
     work = Work(
         names=workload,
         shape=shape,
@@ -258,11 +258,13 @@ def compare(
     Console().print(tables.comparison_table(compared))
 
 
-def _check_html(html: Path | None) -> None:
+def _check_files(json: Path | None, html: Path | None) -> None:
     if html is not None:
         from penstock.tools.bench import html_report
 
         html_report.check_html_possible()
+        if json is not None and json.resolve() == html.resolve():
+            raise ConfigError("--html", str(html), "--json names the same file; name another")
 
 
 def publish(report: "Report", file: Path | None, html: Path | None = None) -> None:

@@ -114,6 +114,18 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
     assert not script.requests
 
 
+def test_one_file_for_both_reports_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    file, other_name, script = tmp_path / "a", tmp_path / ".." / tmp_path.name / "a", Script()
+    with server(script) as url:
+        files = ["--json", str(file), "--html", str(other_name)]
+        assert run("serve", "--url", url, "--shape", "2x8+4", *files) == 2
+    assert "--json names the same file" in capsys.readouterr().err
+    assert not script.requests
+
+
 @pytest.mark.parametrize("value", ["nan", "0", "-1", "inf", "fast"])
 @pytest.mark.parametrize("option", ["--rate", "--speed"])
 def test_a_rate_that_is_none_is_one_sentence(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
