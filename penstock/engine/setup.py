@@ -34,7 +34,7 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The engine cannot start, and trying again would not help: a sentence for the operator."""
+    """A process cannot start, and trying again would not help: a sentence for the operator."""
 
     message: str
 

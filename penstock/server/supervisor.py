@@ -9,6 +9,7 @@ import contextlib
 import io
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -29,7 +30,7 @@ from penstock.server.engine_watch import LOOK_SECONDS, EngineWatch, Patience
 from penstock.server.listeners import bind, joined, listen_for_admin, remove_socket
 from penstock.server.registration import Registrations
 from penstock.server.restarts import Restarts
-from penstock.server.worker_setup import WorkerNotice, WorkerSetup
+from penstock.server.worker_setup import WorkerNotice, WorkerSetup, decode_worker_notice
 from penstock.stop_signals import OWNERS_SIGNAL, stop_signals
 from penstock.telemetry import log_event
 
@@ -214,8 +215,9 @@ class Supervisor:
     async def _keep_worker(self, index: int) -> None:
         """Run one API worker, again and again if it dies; tell the engine of the dead.
 
-        Raises StartFailed where it cannot be started and no other answers: who is served meanwhile stays so. Also where
-        its port is another server's: both were bound to it before either listened.
+        Raises StartFailed where it cannot be started and no other answers: who is served meanwhile stays so. At once
+        where it says itself that trying again would not help. Also where its port is another server's: both were bound
+        to it before either listened.
         """
         generation = 0
         restarts = Restarts()
@@ -231,14 +233,17 @@ class Supervisor:
                 raise StartFailed(
                     f"another server came to listen on {self.url} while this one started; give another --port"
                 )
-            if restarts.are_hopeless and not await _answers(*self._address, "/live") and not self._draining.is_set():
-                raise StartFailed("an API worker died again and again while it started; see the log above")
+            refusal = notice.message if isinstance(notice, Refused) else None
+            is_hopeless = refusal is not None or restarts.are_hopeless
+            if is_hopeless and not await _answers(*self._address, "/live") and not self._draining.is_set():
+                raise StartFailed(refusal or "an API worker died again and again while it started; see the log above")
             status = self._workers[index].returncode
-            log_event(log, "an API worker ended and is started again", level=logging.ERROR, worker=index, status=status)
+            known = {"worker": index, "status": status} if refusal is None else {"worker": index, "reason": refusal}
+            log_event(log, "an API worker ended and is started again", level=logging.ERROR, **known)
             generation += 1
             await asyncio.sleep(restarts.pause_seconds)
 
-    async def _run_worker(self, index: int, identity: bytes, *, is_replacement: bool) -> WorkerNotice | None:
+    async def _run_worker(self, index: int, identity: bytes, *, is_replacement: bool) -> WorkerNotice | Refused | None:
         """Run one API worker process to its end; return what it said of its start."""
         reading, writing = os.pipe()
         # Nobody may be waited for here: the worker may have left the other end to a process of its own.
@@ -252,15 +257,15 @@ class Supervisor:
             self._workers[index] = worker
             return await self._hear(worker, notices)
 
-    async def _hear(self, worker: asyncio.subprocess.Process, notices: io.FileIO) -> WorkerNotice | None:
+    async def _hear(self, worker: asyncio.subprocess.Process, notices: io.FileIO) -> WorkerNotice | Refused | None:
         """Wait for the end of a worker; return what it said of its start, which counts from when it said so."""
-        notice: WorkerNotice | None = None
+        notice: WorkerNotice | Refused | None = None
 
         def read() -> None:
             nonlocal notice
             loop.remove_reader(notices)
-            if said := notices.read(1):
-                notice = WorkerNotice(said)
+            if said := notices.read(select.PIPE_BUF):
+                notice = decode_worker_notice(said)
                 if notice is WorkerNotice.SERVES:
                     self._serving.set()
 

@@ -25,8 +25,9 @@ from fastapi import FastAPI
 from penstock.child_setup import decode_setup
 from penstock.connection_limits import ConnectionLimits, raise_file_limit
 from penstock.engine.client import EngineClient
+from penstock.engine.setup import Refused
 from penstock.engine.tokenizer import Tokenizer
-from penstock.errors import EngineUnavailable, TemplateFailed
+from penstock.errors import EngineUnavailable, ModelError, TemplateFailed
 from penstock.server.app import create_admin_app, create_app
 from penstock.server.batch.runner import BatchRunner
 from penstock.server.chat_template import ChatTemplate
@@ -37,7 +38,7 @@ from penstock.server.prefix_file import DeclaredPrefix
 from penstock.server.readiness import MAX_STILL_SECONDS
 from penstock.server.shared_prefixes import SharedPrefixes, tokenize_prefixes
 from penstock.server.standstill import LOOK_SECONDS
-from penstock.server.worker_setup import WorkerNotice, WorkerSetup
+from penstock.server.worker_setup import WorkerNotice, WorkerSetup, encode_worker_notice
 from penstock.stop_signals import OWNERS_SIGNAL, leave_to_owner
 from penstock.store.database import Database
 from penstock.telemetry import configure_logging, log_event
@@ -110,7 +111,7 @@ class Worker:
         self._watch_parent()
         self._watch_time()
         if not self._listen():
-            self._tell(WorkerNotice.PORT_TAKEN)
+            _tell(self._notice_fd, WorkerNotice.PORT_TAKEN)
             return
         await asyncio.gather(*[server.serve(sockets=[listener]) for server, listener in self._servers])
 
@@ -128,12 +129,7 @@ class Worker:
     def _note_started(self) -> None:
         """Tell the supervisor once all sockets are served."""
         if all(server.started for server, _ in self._servers):
-            self._tell(WorkerNotice.SERVES)
-
-    def _tell(self, notice: WorkerNotice) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it is gone, as will soon be noticed
-            os.write(self._notice_fd, notice.value)
-        os.close(self._notice_fd)
+            _tell(self._notice_fd, WorkerNotice.SERVES)
 
     def _on_signal(self) -> None:
         if self._context.answers.draining:
@@ -167,14 +163,20 @@ class Worker:
         asyncio.get_running_loop().call_later(LOOK_SECONDS, self._watch_time)
 
 
-async def serve(setup: WorkerSetup) -> None:
+def _tell(notice_fd: int, notice: WorkerNotice | Refused) -> None:
+    """Say to the supervisor the one thing that it hears of a start."""
+    with contextlib.suppress(BrokenPipeError):  # it is gone, as will soon be noticed
+        os.write(notice_fd, encode_worker_notice(notice))
+    os.close(notice_fd)
+
+
+async def serve(setup: WorkerSetup, tokenizer: Tokenizer) -> None:
     """Run one API worker to its end."""
     engine = await EngineClient.connect(setup.engine_socket, setup.identity.encode())
     template: ChatTemplate | None = None
     context: ServerContext | None = None
     batches: BatchRunner | None = None
     try:
-        tokenizer = Tokenizer.load(setup.files)
         template = await _start_template(setup.config.chat_template or tokenizer.chat_template, tokenizer)
         context = build_context(
             setup.config,
@@ -248,8 +250,13 @@ def main() -> int:
     # What was imported stays: a full collection need not look through all of it, which holds up every stream.
     gc.collect()
     gc.freeze()
+    try:
+        tokenizer = Tokenizer.load(setup.files)
+    except ModelError as error:
+        _tell(setup.notice_fd, Refused(str(error)))
+        return 2
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(setup))
+        runner.run(serve(setup, tokenizer))
     return 0
 
 

@@ -1,9 +1,11 @@
-"""What the supervisor tells a new API worker, on its standard input. No torch."""
+"""What the supervisor tells a new API worker, on its standard input, and what that says of its start. No torch."""
 
 import enum
+import select
 
 import msgspec
 
+from penstock.engine.setup import Refused
 from penstock.models.store import ModelFiles
 from penstock.server.config import ServerConfig
 
@@ -13,6 +15,22 @@ class WorkerNotice(enum.Enum):
 
     SERVES = b"s"
     PORT_TAKEN = b"t"  # another server began to listen there first
+
+
+_REFUSED = b"r"  # instead of these; the sentence follows
+
+
+def encode_worker_notice(notice: WorkerNotice | Refused) -> bytes:
+    """Return no more than a pipe takes and gives in one piece: a sentence that is longer is cut."""
+    if isinstance(notice, WorkerNotice):
+        return notice.value
+    return (_REFUSED + notice.message.encode("utf-8", "backslashreplace"))[: select.PIPE_BUF]
+
+
+def decode_worker_notice(said: bytes) -> WorkerNotice | Refused:
+    if said.startswith(_REFUSED):
+        return Refused(said.removeprefix(_REFUSED).decode("utf-8", "ignore"))
+    return WorkerNotice(said)
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):

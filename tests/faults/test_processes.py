@@ -14,7 +14,7 @@ import httpx
 
 from tests.faults.caller import call, completion_body, tally
 from tests.faults.conftest import DUMMY, is_idle
-from tests.server_process import ServerProcess, until
+from tests.server_process import ServerProcess, until, write_tiny_model
 
 NUM_STREAMS = 64
 
@@ -101,6 +101,17 @@ def test_a_worker_that_never_comes_to_serve_leaves_the_others_serving(model):
             (victim,) = set(server.worker_pids) - {serving}
         assert ask(server).status_code == 200
         assert serving in server.worker_pids
+
+
+def test_a_tokenizer_that_cannot_be_read_ends_the_start_with_one_sentence(tmp_path):
+    folder = write_tiny_model(tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{")
+    with ServerProcess(str(folder), *DUMMY, "--device", "simulated", "--workers", "2") as server:
+        assert server.process.wait(60) == 2
+    assert server.lines[-1].startswith(f"file {folder}/tokenizer.json: it cannot be read as a tokenizer")
+    assert server.output.count("cannot be read") == 1
+    assert "Traceback" not in server.output
+    assert "started again" not in server.output
 
 
 def test_of_two_servers_that_start_on_one_port_the_later_ends_and_says_why(model):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -14,10 +15,11 @@ import httpx
 import pytest
 
 from penstock.child_setup import encode_setup
+from penstock.engine.setup import Refused
 from penstock.models.store import ModelFiles
 from penstock.request import SamplingParams
 from penstock.server.listeners import bind, listen
-from penstock.server.worker_setup import WorkerNotice, WorkerSetup
+from penstock.server.worker_setup import WorkerNotice, WorkerSetup, decode_worker_notice, encode_worker_notice
 from penstock.stop_signals import OPERATORS_SIGNALS, OWNERS_SIGNAL
 from tests.fakes.tiny_tokenizer import write_tokenizer
 from tests.unit.engine.test_client import RunningEngine, connected
@@ -201,11 +203,27 @@ async def test_a_worker_that_serves_says_so_once(engine, start, notices):
     assert str(notices[1]) not in os.listdir(f"/proc/{worker.process.pid}/fd")
 
 
-async def test_a_worker_that_cannot_start_does_not_say_that_it_serves(start, notices):
+async def test_a_worker_that_cannot_read_the_tokenizer_says_why_and_nothing_else(start, notices, tmp_path):
     worker = await start(tokenizer="{")
-    assert await worker.ended() != 0
-    with pytest.raises(BlockingIOError):
-        os.read(notices[0], 10)
+    assert await worker.ended() == 2
+    notice = decode_worker_notice(os.read(notices[0], select.PIPE_BUF))
+    assert isinstance(notice, Refused)
+    assert notice.message.startswith(f"file {tmp_path}/tokenizer.json: it cannot be read as a tokenizer")
+    assert worker.process.stderr.read() == b""
+
+
+async def test_a_worker_that_cannot_read_the_models_end_tokens_says_why(start, notices, tmp_path):
+    (tmp_path / "generation_config.json").write_text("{")
+    worker = await start()
+    assert await worker.ended() == 2
+    notice = decode_worker_notice(os.read(notices[0], select.PIPE_BUF))
+    assert notice == Refused(f"file {tmp_path}/generation_config.json: this is not JSON; fetch the model again")
+
+
+def test_a_refusal_is_cut_where_a_pipe_would_give_it_in_pieces():
+    said = encode_worker_notice(Refused("\udcff" + "é" * select.PIPE_BUF))
+    assert len(said) == select.PIPE_BUF
+    assert decode_worker_notice(said).message.startswith("\\udcffé")
 
 
 async def test_a_worker_tells_that_another_server_was_sooner_to_listen(engine, start, notices):
