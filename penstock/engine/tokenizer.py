@@ -70,11 +70,15 @@ class Tokenizer:
 
     @property
     def bos_text(self) -> str | None:
-        return None if self.bos_token_id is None else self.token_text(self.bos_token_id)
+        return self._written(self.bos_token_id)
 
     @property
     def eos_text(self) -> str | None:
-        return None if self.eos_token_id is None else self.token_text(self.eos_token_id)
+        return self._written(self.eos_token_id)
+
+    def _written(self, token_id: int | None) -> str | None:
+        """Return how a prompt writes a token, without what only keeps it apart from others."""
+        return None if token_id is None else self.token_text(token_id).removeprefix(self._pieces.separator)
 
     @property
     def vocab_size(self) -> int:
@@ -274,14 +278,18 @@ class _Pieces:
     def __init__(self, backend: tokenizers.Tokenizer, file: Path) -> None:
         kinds = {step["type"]: step for step in _steps(backend.decoder)}
         self._byte_level = "ByteLevel" in kinds
-        if not self._byte_level and not kinds.keys() & {"Replace", "Metaspace"}:
+        # Between any two tokens, as the library writes them where the file has no decoder.
+        self.separator = " " if backend.decoder is None else ""
+        if not self.separator and not kinds.keys() & {"ByteLevel", "Replace", "Metaspace"}:
             raise ModelError(
                 f"its decoder ({', '.join(kinds) or 'none'}) is not supported; byte-level and SentencePiece ones are",
                 file=str(file),
             )
         self._byte_fallback = "ByteFallback" in kinds
         self.strips_first_space = not self._byte_level and (
-            "Strip" in kinds or kinds.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
+            bool(self.separator)
+            or "Strip" in kinds
+            or kinds.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
         )
         added = backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
@@ -329,6 +337,8 @@ class _Pieces:
         token = added if added is not None else self._backend.id_to_token(token_id)
         if token is None:
             return b""
+        if self.separator:
+            return f"{self.separator}{token}".encode()
         if self._byte_level:
             return token.encode() if added is not None else _byte_level_bytes(token)
         if self._byte_fallback and added is None and (byte := _BYTE_TOKEN.fullmatch(token)):

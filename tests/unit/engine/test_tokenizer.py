@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -506,6 +507,58 @@ def test_a_bare_config_with_too_few_tokens_is_refused(tmp_path: Path) -> None:
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no tokenizer\.json"):
         Tokenizer.load(ModelFiles("tiny", "folder", tmp_path))
+
+
+def word_tokenizer() -> tokenizers.Tokenizer:
+    words = ["<s>", "▁a", "b", "Ġc", "<0xC3>", "é", " d", "", "[UNK]", "</s>"]
+    backend = tokenizers.Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, "[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.add_tokens(["new word", "▁x"])
+    return backend
+
+
+def pair_tokenizer() -> tokenizers.Tokenizer:
+    vocabulary = {token: token_id for token_id, token in enumerate(["a", "b", "ab", "▁", "é", "<0xA9>", "</s>"])}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [("a", "b")]))
+    backend.add_special_tokens(["</s>"])
+    return backend
+
+
+def load_backend(backend: tokenizers.Tokenizer, folder: Path) -> Tokenizer:
+    backend.save(str(folder / "tokenizer.json"))
+    return Tokenizer.load(ModelFiles("tiny", "folder", folder))
+
+
+@pytest.mark.parametrize("make", [word_tokenizer, pair_tokenizer])
+def test_without_a_decoder_texts_stream_as_the_library_decodes_the_whole(
+    make: Callable[[], tokenizers.Tokenizer], tmp_path: Path
+) -> None:
+    backend = make()
+    tokenizer = load_backend(backend, tmp_path)
+
+    @settings(max_examples=200, deadline=None)
+    @given(data=st.data(), skip_special=st.booleans())
+    def check(data: st.DataObject, skip_special: bool) -> None:
+        ids = data.draw(st.lists(st.integers(0, 13), max_size=12))
+        detokenizer = Detokenizer(tokenizer, skip_special=skip_special)
+        pieces = [detokenizer.push(ids[part]) for part in chunks_of(data, len(ids))]
+        assert "".join(pieces) + detokenizer.flush() == backend.decode(ids, skip_special_tokens=skip_special)
+
+    check()
+
+
+def test_without_a_decoder_an_answer_goes_on_behind_its_prompt(tmp_path: Path) -> None:
+    tokenizer = load_backend(word_tokenizer(), tmp_path)
+    prompt, answer = tokenizer.encode("b new word", add_special=False), [5, 2]
+    text = tokenizer.decode(prompt) + Detokenizer(tokenizer, after_prompt=True).push(answer)
+    assert text == tokenizer.decode(prompt + answer) == "b new word é b"
+
+
+def test_without_a_decoder_a_template_writes_special_tokens_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    tokenizer = load_backend(word_tokenizer(), tmp_path)
+    assert (tokenizer.bos_text, tokenizer.eos_text) == ("<s>", "</s>")
 
 
 # ---------------------------------------------------------------- streams
