@@ -17,7 +17,7 @@ from rich.text import Text
 
 import penstock
 from penstock.commands import bench, deploy, keys, rollout
-from penstock.commands.flags import number_flag, options_of, takes_options
+from penstock.commands.flags import ENGINE_OPTIONS, number_flag, options_of, takes_options
 from penstock.config import Sourced, unknown_variables
 from penstock.errors import PenstockError
 from penstock.fleet.router.policies.registry import POLICIES
@@ -144,7 +144,7 @@ def chat(
 
 
 @app.command(epilog=EPILOG)
-@takes_options(*options_of("model", "device", "memory", "scheduler"), model_is_argument=False)
+@takes_options(*ENGINE_OPTIONS, model_is_argument=False)
 def generate(
     sourced: Sourced,
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads standard input")],

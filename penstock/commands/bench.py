@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from penstock.commands.flags import number_flag, options_of, output_flag, takes_options
+from penstock.commands.flags import ENGINE_OPTIONS, number_flag, output_flag, takes_options
 from penstock.config import Sourced
 from penstock.errors import ConfigError, PenstockError
 
@@ -156,7 +156,7 @@ def serve(
 
 
 @app.command()
-@takes_options(*options_of("model", "device", "memory", "scheduler"))
+@takes_options(*ENGINE_OPTIONS)
 def offline(
     sourced: Sourced,
     *,
@@ -227,7 +227,7 @@ def offline(
 
 
 @app.command()
-@takes_options(*options_of("model", "device", "memory", "scheduler"))
+@takes_options(*ENGINE_OPTIONS)
 def profile(
     sourced: Sourced,
     *,

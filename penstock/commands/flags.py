@@ -69,6 +69,15 @@ def options_of(*groups: Group) -> tuple[str, ...]:
     return tuple(item.name for item in dataclasses.fields(Options) if item.metadata["group"] in groups)
 
 
+# Of the groups that an engine has to do with: what only servers heed, and the simulator of one.
+_ONLY_SERVERS = frozenset(
+    {"served_name", "chat_template", "target_ttft_ms", "target_time_per_token_ms", "target_deadline_ms"}
+)
+ENGINE_OPTIONS = tuple(
+    name for name in options_of("model", "device", "memory", "scheduler") if name not in _ONLY_SERVERS
+)
+
+
 def takes_options(
     *names: str, model_is_argument: bool = True, defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> Callable[[Callable[..., int]], Callable[..., None]]:

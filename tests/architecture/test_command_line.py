@@ -220,6 +220,14 @@ def test_serve_and_explain_take_every_option() -> None:
     assert set(flags_of("explain")) == every | {"--json"}
 
 
+@pytest.mark.parametrize("command", [["generate"], ["bench", "offline"], ["bench", "profile"]])
+def test_an_engine_without_a_server_is_not_offered_what_only_servers_heed(command: list[str]) -> None:
+    offered = flags_of(*command)
+    assert "--max-running" in offered
+    servers = {"--served-name", "--chat-template"}
+    assert [item for item in offered if item in servers or item.startswith("--target-")] == []
+
+
 def test_there_are_at_most_40_options() -> None:
     assert len(OPTIONS) <= MAX_OPTIONS
 
