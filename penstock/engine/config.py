@@ -3,10 +3,11 @@
 What the device is and can do comes in as `DeviceFacts`; what the model is, as its spec.
 """
 
-from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NoReturn
 
-from penstock.config import Setting, Sourced, parse_bytes
+from penstock.config import Setting, Sourced, flag, parse_bytes
+from penstock.engine.memory_advice import LEAST_CONTEXT, USUAL_CONTEXT, Adviser, Changes, Present, largest, show
 from penstock.engine.memory_plan import MemoryPlan, graph_bytes, lost_bytes, show_bytes, workspace_bytes
 from penstock.errors import ConfigError
 from penstock.models.packed_size import packed_bytes
@@ -18,8 +19,12 @@ DTYPES = tuple(_ITEM_BYTES)
 # Without a stated limit the KV cache takes this share of what nothing else needs: a GPU's, but little of a shared host.
 _KV_SHARE = {"cpu": 0.25, "cuda": 1.0}
 
+# Of a step, where no option says.
+_USUAL_RUNNING = {"cpu": 32, "cuda": 256}
+_USUAL_STEP_TOKENS = {"cpu": 256, "cuda": 8192}
+
 CANARY_SECONDS = 60.0
-_LEAST_CONTEXT = 16  # tokens that are worth serving
+_SPARE_SHARE = 0.1  # of what weights leave: not offered, where a refusal has a choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,18 @@ class EngineConfig:
     canary_seconds: float = 0.0  # between looks at KV blocks whose content is known; 0: none
 
 
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What the options come to in memory."""
+
+    dtype: str
+    max_running: int
+    step_tokens: int
+    wanted_context: int
+    num_blocks: int
+    context: int  # the longest that a request may have; 0: the options do not fit
+
+
 def resolve(sourced: Sourced, spec: ModelSpec, facts: DeviceFacts) -> tuple[EngineConfig, list[Setting]]:
     """Choose every engine setting and say why. Raises ConfigError for what cannot work together."""
     return _Resolver(sourced, spec, facts).run()
@@ -104,11 +121,10 @@ class _Resolver:
         threads = self._choose("threads", options.threads, facts.num_threads, "physical cores this process may use")
         dtype = self._dtype()
         backend = self._attention_backend(dtype)
-        wanted_context = self._context()
-        max_running = self._choose("max_running", options.max_running, *self._default_running())
-        max_step_tokens = self._step_tokens(max_running)
-        num_blocks = self._num_blocks(dtype, max_running, max_step_tokens, wanted_context)
-        context = self._fit_context(wanted_context, num_blocks)
+        sizes = self._sizes(dtype)
+        if not sizes.context:
+            self._refuse(sizes)
+        self._note_sizes(sizes)
         host_bytes = parse_bytes("--host-kv-memory", options.host_kv_memory)
         for name in (
             "host_kv_memory",
@@ -122,18 +138,18 @@ class _Resolver:
             self._note(name, getattr(options, name), self.sourced.why(name))
         config = EngineConfig(
             device=device,
-            memory=self._memory_plan(dtype, max_running, max_step_tokens, context, num_blocks - 1),
+            memory=self._memory_plan(sizes),
             device_kind=facts.kind,
             threads=threads,
             precision=options.precision,
             dtype=dtype,
             attention_backend=backend,
-            max_context_tokens=context,
-            max_running=max_running,
-            max_step_tokens=max_step_tokens,
+            max_context_tokens=sizes.context,
+            max_running=sizes.max_running,
+            max_step_tokens=sizes.step_tokens,
             max_waiting=options.max_waiting,
             block_tokens=options.block_tokens,
-            num_blocks=num_blocks,
+            num_blocks=sizes.num_blocks + 1,
             num_host_slots=host_bytes // self._block_bytes(dtype) if options.prefix_cache else 0,
             prefix_cache=options.prefix_cache,
             speculative=options.speculative,
@@ -186,63 +202,61 @@ class _Resolver:
         return given or most
 
     def _default_running(self) -> tuple[int, str]:
-        if self.facts.kind == "cpu":
-            return 32, "a CPU's throughput grows little beyond this"
-        return 256, "a GPU's throughput grows little beyond this"
+        usual, step_tokens = _USUAL_RUNNING[self.facts.kind], self.options.max_step_tokens
+        if step_tokens is not None and step_tokens < usual:
+            return step_tokens, "no more than --max-step-tokens"
+        return usual, f"a {'CPU' if self.facts.kind == 'cpu' else 'GPU'}'s throughput grows little beyond this"
 
     def _step_tokens(self, max_running: int) -> int:
         given = self.options.max_step_tokens
         if given is not None and given < max_running:
             raise ConfigError("--max-step-tokens", given, f"give at least --max-running ({max_running})")
         if self.facts.kind == "cpu":
-            automatic, why = max(256, max_running), "chunks short enough that running requests keep their pace"
+            why = "chunks short enough that running requests keep their pace"
         else:
-            automatic, why = max(8192, max_running), "large enough to keep the GPU's matrix units busy"
-        return self._choose("max_step_tokens", given, automatic, why)
+            why = "large enough to keep the GPU's matrix units busy"
+        return self._choose("max_step_tokens", given, max(_USUAL_STEP_TOKENS[self.facts.kind], max_running), why)
 
     def _block_bytes(self, dtype: str) -> int:
         simulated = self.facts.kv_token_bytes
         return self.options.block_tokens * (kv_token_bytes(self.spec, dtype) if simulated is None else simulated)
 
-    def _least_kv_bytes(self, dtype: str) -> int:
-        return -(-_LEAST_CONTEXT // self.options.block_tokens) * self._block_bytes(dtype)
+    def _sizes(self, dtype: str) -> _Sizes:
+        """What the options come to, with the longest context that fits where none was asked for."""
+        options, wanted = self.options, self._context()
+        max_running = self._choose("max_running", options.max_running, *self._default_running())
+        step_tokens = self._step_tokens(max_running)
 
-    def _num_blocks(self, dtype: str, max_running: int, step_tokens: int, context: int) -> int:
+        def with_context(context: int) -> _Sizes:
+            return self._sizes_with(dtype, max_running, step_tokens, context)
+
+        sizes = with_context(wanted)
+        if sizes.context or options.max_context_tokens is not None:
+            return sizes
+        # Rows as long as the model allows may be what does not fit, though no request could ever fill them.
+        least = USUAL_CONTEXT
+        if options.kv_memory is not None:
+            held = parse_bytes("--kv-memory", options.kv_memory) // self._block_bytes(dtype) * options.block_tokens
+            least = max(1, min(least, held))
+        shorter = largest(least, wanted, lambda context: with_context(context).context == context)
+        return sizes if shorter is None else with_context(shorter)
+
+    def _sizes_with(self, dtype: str, max_running: int, step_tokens: int, context: int) -> _Sizes:
         """Blocks that the memory for KV holds, but no more than the running requests could ever fill."""
-        per_block = self._block_bytes(dtype)
-        blocks_each = -(-context // self.options.block_tokens)
-        room = self._kv_room(dtype, max_running, step_tokens, context)
-        if self.options.kv_memory is not None:
-            given = parse_bytes("--kv-memory", self.options.kv_memory)
-            if given > room:
-                right = f"{self.facts.name} has room for less beside the weights; give {_show_option(room)} or less"
-                raise ConfigError("--kv-memory", self.options.kv_memory, right)
-            num_blocks = given // per_block
-            why = f"{self.sourced.why('kv_memory')}; {num_blocks} blocks"
-        else:
-            share = _KV_SHARE[self.facts.kind]
-            num_blocks = min(int(room * share) // per_block, blocks_each * max_running)
-            part = "what" if share == 1 else f"{share:.0%} of what"
-            why = f"auto: up to {part} nothing else needs, at most {max_running} longest requests; {num_blocks} blocks"
-        fewest = 1 if self.options.max_context_tokens is None else blocks_each
-        if num_blocks < fewest:
-            self._refuse(num_blocks, per_block, context, room)
-        self._note("kv_memory", f"{num_blocks * per_block / 2**20:.0f}MiB", why)
-        return num_blocks + 1
-
-    def _kv_room(self, dtype: str, max_running: int, step_tokens: int, context: int) -> int:
-        """Memory that neither weights nor steps need. Raises ConfigError, with what would help, if there is none."""
-        free, weights = self.facts.free_bytes, self._weight_bytes(dtype)
-        if weights >= free:
-            has = f"its weights take {show_bytes(weights)} and {self.facts.name} has {show_bytes(free)} free"
-            smaller = self._dense_bytes("bfloat16")
-            if self.facts.kind == "cuda" and _ITEM_BYTES[dtype] > 2 and smaller < free:
-                raise ConfigError("--precision", self.options.precision, f"{has}; give --precision bfloat16")
-            raise ConfigError("--model", self.options.model, f"{has}; serve a smaller or more quantised one")
+        per_block, block_tokens = self._block_bytes(dtype), self.options.block_tokens
+        blocks_each = -(-context // block_tokens)
         room = self._room(dtype, max_running, step_tokens, context)
-        if room < self._least_kv_bytes(dtype):
-            self._refuse_step(dtype, max_running, step_tokens, context)
-        return room
+        if self.options.kv_memory is not None:
+            kv_bytes = parse_bytes("--kv-memory", self.options.kv_memory)
+            num_blocks = kv_bytes // per_block
+        else:
+            kv_bytes = int(room * _KV_SHARE[self.facts.kind])
+            num_blocks = min(kv_bytes // per_block, blocks_each * max_running)
+        fewest = 1 if self.options.max_context_tokens is None else blocks_each
+        least_bytes = -(-LEAST_CONTEXT // block_tokens) * per_block
+        fits = room >= max(least_bytes, kv_bytes) and num_blocks >= fewest
+        longest = min(context, num_blocks * block_tokens) if fits else 0
+        return _Sizes(dtype, max_running, step_tokens, context, num_blocks, longest)
 
     def _room(self, dtype: str, max_running: int, step_tokens: int, context: int) -> int:
         """What is left for KV; below zero where steps of such a size do not fit."""
@@ -250,40 +264,68 @@ class _Resolver:
         rest = free - self._weight_bytes(dtype) - graph_bytes(self.spec, kind, max_running) - lost_bytes(kind, free)
         return rest - self._workspace_bytes(dtype, max_running, step_tokens, context)
 
-    def _refuse_step(self, dtype: str, max_running: int, step_tokens: int, context: int) -> None:
-        """Say how small steps must be for the rest to hold a short request and the step's workspace."""
-        least, facts = self._least_kv_bytes(dtype), self.facts
-        needs = show_bytes(self._workspace_bytes(dtype, max_running, step_tokens, context))
-        base = self._room(dtype, max_running, 0, context)
-        per_token = base - self._room(dtype, max_running, 1, context)
-        fits = (base - least) // per_token if per_token else 0
-        if fits >= max_running:
-            what = f"a step of that many tokens works in {needs} beside the weights"
-            raise ConfigError("--max-step-tokens", step_tokens, f"{what}; give {fits} or less")
-        running = range(1, max_running)
-        fewest = bisect_left(running, True, key=lambda number: self._room(dtype, number, number, context) < least)
-        if not fewest:
-            has = f"beside its weights {facts.name} has no room for a single request"
-            raise ConfigError("--model", self.options.model, f"{has}; serve a smaller or more quantised one")
-        what = f"steps of so many requests work in {needs}, more than {facts.name} has beside the weights"
-        raise ConfigError("--max-running", max_running, f"{what}; give {fewest}, and --max-step-tokens {fewest}")
+    def _refuse(self, sizes: _Sizes) -> NoReturn:
+        """Say what takes how much, and what would make it fit."""
+        needs, changes = self._needs(sizes), self._adviser(sizes).find()
+        if changes is None:
+            right = f"{needs}: no option makes it fit; serve a smaller or more quantised one"
+            raise ConfigError("--model", self.options.model, right)
+        values = {
+            "max_context_tokens": sizes.wanted_context,
+            "max_running": sizes.max_running,
+            "max_step_tokens": sizes.step_tokens,
+            "kv_memory": self.options.kv_memory or "auto",
+            "precision": self.options.precision,
+        }
+        option = next(iter(changes))
+        raise ConfigError(flag(option), values[option], f"{needs}; {show(changes, self.options)}")
 
-    def _refuse(self, num_blocks: int, per_block: int, context: int, room: int) -> None:
-        """Say which context the blocks hold, or how much KV memory would do."""
-        block_tokens, wanted = self.options.block_tokens, self.options.max_context_tokens
-        fits = num_blocks * block_tokens
-        blocks = -(-context // block_tokens) if wanted is not None else 1
-        # More than the cache has by itself may be there: the option gave less, or most of a host is left to others.
-        is_there = blocks * per_block <= room
-        if wanted is not None and fits >= _LEAST_CONTEXT:
-            right = f"the KV cache holds {fits} tokens; give {fits} or less"
-            if is_there:
-                right += f", or --kv-memory {_show_option(blocks * per_block, at_least=True)}"
-            raise ConfigError("--max-context-tokens", context, right)
-        blocks = blocks if is_there else -(-_LEAST_CONTEXT // block_tokens)
-        needs = f"a request of {blocks * block_tokens} tokens needs {blocks * per_block} bytes"
-        right = f"{needs}; give {_show_option(blocks * per_block, at_least=True)} or more"
-        raise ConfigError("--kv-memory", self.options.kv_memory or "auto", right)
+    def _needs(self, sizes: _Sizes) -> str:
+        """What weights, steps and KV take, and what there is."""
+        kv_memory, block_tokens = self.options.kv_memory, self.options.block_tokens
+        least = LEAST_CONTEXT if kv_memory is not None else min(USUAL_CONTEXT, sizes.wanted_context)
+        context = self.options.max_context_tokens or least
+        blocks = -(-context // block_tokens)
+        needed = blocks * self._block_bytes(sizes.dtype)
+        request = f"a request of {blocks * block_tokens} tokens needs {show_bytes(needed)} of KV"
+        if kv_memory is not None and parse_bytes("--kv-memory", kv_memory) < needed:
+            return request
+        room = self._room(sizes.dtype, sizes.max_running, sizes.step_tokens, context)
+        if kv_memory is None and needed <= room:
+            share = f"{_KV_SHARE[self.facts.kind]:.0%} of the {show_bytes(room)} that nothing else needs"
+            return f"{request}, and by itself the cache takes {share}"
+        weights, free = self._weight_bytes(sizes.dtype), self.facts.free_bytes
+        takes = f"its weights take {show_bytes(weights)}, steps work in {show_bytes(free - weights - room)}"
+        kv = request if kv_memory is None else f"the KV cache is to be {kv_memory}"
+        return f"{takes} and {kv}, but {self.facts.name} has {show_bytes(free)} free"
+
+    def _adviser(self, sizes: _Sizes) -> Adviser:
+        kind, left = self.facts.kind, self.facts.free_bytes - self._weight_bytes(sizes.dtype)
+        present = Present(
+            max_context_tokens=sizes.wanted_context,
+            max_running=sizes.max_running,
+            max_step_tokens=sizes.step_tokens,
+            block_bytes=self._block_bytes(sizes.dtype),
+            usual_running=_USUAL_RUNNING[kind],
+            usual_step_tokens=_USUAL_STEP_TOKENS[kind],
+            small_precision=self.facts.fast_dtypes[0] if kind == "cuda" else "auto",
+            spare_bytes=int(max(0, left) * _SPARE_SHARE),
+        )
+        return Adviser(self.options, present, self._context_with)
+
+    def _changed(self, changes: Changes) -> Sourced:
+        return replace(self.sourced, options=replace(self.options, **changes))
+
+    def _context_with(self, changes: Changes, spare_bytes: int) -> int:
+        """The longest context with other options and less memory; 0: they do not fit."""
+        facts = replace(self.facts, free_bytes=self.facts.free_bytes - spare_bytes)
+        trial = _Resolver(self._changed(changes), self.spec, facts)
+        try:
+            dtype = trial._dtype()
+            trial._attention_backend(dtype)
+            return trial._sizes(dtype).context
+        except ConfigError:  # such options contradict each other
+            return 0
 
     def _workspace_bytes(self, dtype: str, max_running: int, step_tokens: int, context: int) -> int:
         if self.facts.is_simulated:
@@ -297,22 +339,19 @@ class _Resolver:
             context_tokens=context,
         )
 
-    def _memory_plan(self, dtype: str, max_running: int, step_tokens: int, context: int, num_blocks: int) -> MemoryPlan:
+    def _memory_plan(self, sizes: _Sizes) -> MemoryPlan:
         return MemoryPlan(
             device=self.facts.name,
             free_bytes=self.facts.free_bytes,
-            weight_bytes=self._weight_bytes(dtype),
-            kv_bytes=num_blocks * self._block_bytes(dtype),
-            workspace_bytes=self._workspace_bytes(dtype, max_running, step_tokens, context),
-            graph_bytes=0 if self.facts.is_simulated else graph_bytes(self.spec, self.facts.kind, max_running),
+            weight_bytes=self._weight_bytes(sizes.dtype),
+            kv_bytes=sizes.num_blocks * self._block_bytes(sizes.dtype),
+            workspace_bytes=self._workspace_bytes(sizes.dtype, sizes.max_running, sizes.step_tokens, sizes.context),
+            graph_bytes=0 if self.facts.is_simulated else graph_bytes(self.spec, self.facts.kind, sizes.max_running),
             block_tokens=self.options.block_tokens,
-            num_blocks=num_blocks,
-            max_context_tokens=context,
-            max_running=max_running,
+            num_blocks=sizes.num_blocks,
+            max_context_tokens=sizes.context,
+            max_running=sizes.max_running,
         )
-
-    def _dense_bytes(self, dtype: str) -> int:
-        return self.spec.num_parameters * _ITEM_BYTES[dtype]
 
     def _weight_bytes(self, dtype: str) -> int:
         simulated = self.facts.weight_bytes
@@ -320,22 +359,20 @@ class _Resolver:
             return simulated
         return weight_bytes(self.spec, self.options.precision, dtype, self.facts.kind)
 
-    def _fit_context(self, wanted: int, num_blocks: int) -> int:
-        """The longest context that one request may have, once the blocks are counted."""
-        room = (num_blocks - 1) * self.options.block_tokens
-        context = min(wanted, room)
+    def _note_sizes(self, sizes: _Sizes) -> None:
+        """Say why the KV cache and the context are as large as they are."""
+        if self.options.kv_memory is not None:
+            why = f"{self.sourced.why('kv_memory')}; {sizes.num_blocks} blocks"
+        else:
+            share = _KV_SHARE[self.facts.kind]
+            part = "what" if share == 1 else f"{share:.0%} of what"
+            most = f"at most {sizes.max_running} longest requests"
+            why = f"auto: up to {part} nothing else needs, {most}; {sizes.num_blocks} blocks"
+        self._note("kv_memory", f"{sizes.num_blocks * self._block_bytes(sizes.dtype) / 2**20:.0f}MiB", why)
         if self.options.max_context_tokens is not None:
             why = self.sourced.why("max_context_tokens")
-        elif context < wanted:
-            why = f"auto: what the KV cache holds; the model allows {wanted}"
+        elif sizes.context < self.spec.max_position:
+            why = f"auto: what the KV cache holds; the model allows {self.spec.max_position}"
         else:
             why = "auto: what the model was made for"
-        self._note("max_context_tokens", context, why)
-        return context
-
-
-def _show_option(count: int, *, at_least: bool = False) -> str:
-    """A number of bytes as an option takes it, rounded to what still fits, or to what is enough."""
-    if count < 64 * 2**20:  # a whole MiB may be more than there is
-        return str(max(0, count))
-    return f"{-(-count // 2**20) if at_least else count // 2**20}MiB"
+        self._note("max_context_tokens", sizes.context, why)
