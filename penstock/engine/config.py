@@ -346,7 +346,7 @@ class _Resolver:
             weight_bytes=self._weight_bytes(sizes.dtype),
             kv_bytes=sizes.num_blocks * self._block_bytes(sizes.dtype),
             workspace_bytes=self._workspace_bytes(sizes.dtype, sizes.max_running, sizes.step_tokens, sizes.context),
-            graph_bytes=0 if self.facts.is_simulated else graph_bytes(self.spec, self.facts.kind, sizes.max_running),
+            graph_bytes=graph_bytes(self.spec, self.facts.kind, sizes.max_running),
             block_tokens=self.options.block_tokens,
             num_blocks=sizes.num_blocks,
             max_context_tokens=sizes.context,

@@ -55,6 +55,14 @@ def test_the_parts_leave_something_over():
     assert 0 <= found.rest_bytes < 0.05 * found.free_bytes
 
 
+def test_a_simulated_devices_graphs_are_stated_as_they_are_counted():
+    facts = dataclasses.replace(GPU, is_simulated=True)
+    found = resolve(gather({}, environ={}), LLAMA_8B, facts)[0].memory
+    lost_bytes = found.free_bytes * 0.02
+    assert found.graph_bytes == plan().graph_bytes > 0
+    assert found.rest_bytes == pytest.approx(lost_bytes, abs=found.kv_bytes / found.num_blocks + 1)
+
+
 def test_it_says_how_many_requests_fit():
     found = plan(max_context_tokens=8192)
     assert found.num_requests(8192) == found.kv_bytes // (8192 * 131072)
