@@ -62,6 +62,8 @@ _SETTINGS: Mapping[tuple[TargetOrigin, str], str] = MappingProxyType(
         (TargetOrigin.SERVER, "deadline_ms"): "the server's --target-deadline-ms",
     }
 )
+# Who comes less than so many times while a request can be passed is not expected to.
+_LIKELY_PART = 0.05
 # However many come, no more of the device's time than this is expected to be theirs.
 _MOST_PASSING_PART = 0.8
 # Where no target says how soon a prompt is due: so many times as long as it would take alone.
@@ -124,10 +126,10 @@ class Admission:
         after = StepShape(rows_after, int(rows_after * mean_context))
         ttft = wait + prefill
         ttft += self._passed_seconds(request, load, ttft, step_seconds, chunk)
-        answer = self._answer_seconds(request, after, call)
+        answer = self._answer_seconds(request, load, after)
         call_seconds = self._call_seconds(request, load, after)
         if request.deadline_seconds is not None:
-            num_steps = _answer_steps(request, call)
+            num_steps = _answer_steps(request, load)
             answer = self._beside_prompts(answer, num_steps, after, scene, is_idle=not load.running)
         return Forecast(
             ttft_seconds=ttft,
@@ -155,7 +157,7 @@ class Admission:
             if ttft is not None and need + rounds > ttft * _TTFT_PART:
                 origin = request.target_origins.ttft
                 return _unreachable("targets.ttft_ms", ttft, (enough + rounds) / _TTFT_PART * named_part, origin)
-            answer = self._answer_seconds(request, call, call)
+            answer = self._answer_seconds(request, load, call)
             wanted = request.deadline_seconds
             if wanted is not None and need + answer > _deadline_room(request):
                 least = (enough + answer) / _DEADLINE_PART * named_part
@@ -259,7 +261,7 @@ class Admission:
         prompt_tokens = sum([other.remaining for other in starting])
         prompt_steps = prompt_tokens / max(1, chunk)
         endings = [*load.rows.drawing_endings.steps]
-        endings += [prompt_steps + steps for steps, _ in expected_endings(starting, load.lengths)]
+        endings += [prompt_steps + steps for steps, *_ in expected_endings(starting, load.lengths)]
         endings.sort()
         steps = _steps_until(num_endings, endings, load.lengths.mean_tokens)
         seconds = max(0.0, self._times.free_at(now) - now) + min(steps, prompt_steps) * step_seconds
@@ -270,24 +272,24 @@ class Admission:
         least = _LEAST_RETRY_SECONDS if self._times.model.is_trusted else _LEAST_GUESSED_RETRY_SECONDS
         return max(least, seconds)
 
-    def _answer_seconds(self, request: RequestState, shape: StepShape, call: StepShape) -> float:
+    def _answer_seconds(self, request: RequestState, load: Load, shape: StepShape) -> float:
         """How long behind its first token a call ends at the soonest, in steps of this shape and growing context.
 
-        `call` is what of the shape is the call's own: where it has more answers than rows, they run one after another.
+        Where it has more answers than there is room for, they run one after another.
         """
-        context = shape.context_tokens + call.num_rows * (request.fewest_left - 1) // 2
-        return _answer_steps(request, call) * self._times.model.seconds(StepShape(shape.num_rows, context))
+        context = shape.context_tokens + load.call_shape(request).num_rows * (request.fewest_left - 1) // 2
+        return _answer_steps(request, load) * self._times.model.seconds(StepShape(shape.num_rows, context))
 
     def _call_seconds(self, request: RequestState, load: Load, shape: StepShape) -> float:
-        """How long behind its first token the last answer of a call begins that has more of them than there are rows.
+        """How long behind its first token the last answer of a call begins where not all have room at once.
 
         In steps of this shape, and as if those before it drew all that they may.
         """
-        num_rounds = math.ceil(request.call_answers / load.call_shape(request).num_rows) - 1
-        if not num_rounds:
+        if load.call_shape(request).num_rows >= request.call_answers:
             return 0.0
         most = load.lengths.most_left(request)
         context = shape.context_tokens + shape.num_rows * most // 2
+        num_rounds = load.num_rounds(request) - 1
         return num_rounds * most * self._times.model.seconds(StepShape(shape.num_rows, context))
 
     def _passed_seconds(self, request: RequestState, load: Load, ttft: float, step_seconds: float, chunk: int) -> float:
@@ -321,7 +323,7 @@ class Admission:
     def _wait(self, request: RequestState, load: Load, now: float) -> float:
         """How long until all of the request's terms could be kept, if nobody else came."""
         above = self._comers.passers(Claim.of(request, load), load.waiting.quantum).above
-        forgotten = max(0.0, self._comers.forgotten_at(above) - now)
+        forgotten = max(0.0, self._comers.forgotten_at(above) + _LEAST_RETRY_SECONDS - now)
         outlook = self._lookout.look(request.level[0], load, now)
         moments = outlook.moments
         if not moments:
@@ -385,9 +387,7 @@ class Admission:
         num_waiting = ahead.requests - ahead.placed_requests
         num_rows = load.call_shape(request).num_rows
         rows_short = math.ceil(num_waiting) + num_rows - scene.num_free_rows
-        # The prompt's own tokens once, where answers share them.
-        own = request.work.tokens * num_rows / request.call_answers
-        own += num_rows * min(mean, request.max_total_tokens - request.num_prompt_tokens)
+        own = load.wanted_tokens(request, num_rows)
         wanted = ahead.tokens - ahead.placed_tokens + mean * num_waiting + own
         blocks_short = wanted / load.block_tokens - scene.num_free_blocks
         if (rows_short <= 0 and blocks_short <= 0) or scene.may_displace(max(1, min(num_rows, rows_short))):
@@ -409,8 +409,10 @@ def _delay(seconds: float, passing: Passing, token_seconds: float) -> float:
     if seconds <= 0.0:
         return 0.0
     part = min(_MOST_PASSING_PART, passing.rate * token_seconds)
-    # They have their part of the device's time; but it is whole prompts that come.
-    longer = max(seconds * part / (1.0 - part), min(seconds, passing.prompt_tokens * token_seconds))
+    longer = seconds * part / (1.0 - part)
+    if passing.rate * seconds >= _LIKELY_PART * passing.prompt_tokens:
+        # They have their part of the device's time; but it is whole prompts that come.
+        longer = max(longer, min(seconds, passing.prompt_tokens * token_seconds))
     return min(longer, passing.most_tokens * token_seconds)
 
 
@@ -429,9 +431,9 @@ def _demand(request: RequestState) -> Demand:
     )
 
 
-def _answer_steps(request: RequestState, call: StepShape) -> int:
+def _answer_steps(request: RequestState, load: Load) -> int:
     """Steps behind the first token until a call can end at the soonest."""
-    return math.ceil(request.call_answers / call.num_rows) * request.fewest_left - 1
+    return load.num_rounds(request) * request.fewest_left - 1
 
 
 def _deadline_room(request: RequestState) -> float:

@@ -76,6 +76,7 @@ class Entrance:
             version=placement.version,
             waiting=placement.waiting,
             num_free_rows=len(placement.free_rows),
+            num_blocks=placement.cache.pool.num_blocks,
             num_free_blocks=placement.num_unpromised_blocks,
             block_tokens=placement.cache.block_tokens,
             lengths=placement.lengths,

@@ -3,6 +3,7 @@
 Looks at requests; changes nothing. Knows nothing of time.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ class Load:
     version: int  # another one after each step, and when somebody has left
     waiting: WaitingQueue
     num_free_rows: int
+    num_blocks: int  # all that there are
     num_free_blocks: int  # nobody's, and promised to nobody
     block_tokens: int
     lengths: AnswerLengths
@@ -30,9 +32,35 @@ class Load:
     mean_waiting_answer: Callable[[], float | None]  # tokens that those who wait will draw; None where nobody does
 
     def call_shape(self, request: RequestState) -> StepShape:
-        """A step that draws a token of each answer of the request's call, or of as many as have rows at once."""
-        num_rows = max(1, min(request.call_answers, len(self.running) + self.num_free_rows))
+        """A step that draws a token of each answer of the request's call, or of as many as begin at once."""
+        num_rows = self._num_rows(request, self._first_tokens(request))
         return StepShape(num_rows, request.work.read_tokens * num_rows // request.call_answers)
+
+    def num_rounds(self, request: RequestState) -> int:
+        """How many answers of the request's call must come one behind the other, for want of rows or blocks."""
+        return -(-request.call_answers // self._num_rows(request, self.lengths.expected_left(request)))
+
+    def wanted_tokens(self, request: RequestState, num_rows: int) -> float:
+        """What so many answers of the request's call hold when they begin, and what is set aside for them then."""
+        wanted = _call_tokens(request, num_rows, self._first_tokens(request))
+        return min(wanted, self.num_blocks * self.block_tokens)
+
+    def _first_tokens(self, request: RequestState) -> float:
+        """Tokens of an answer that it is given room for when it begins."""
+        return min(self.lengths.mean_tokens, request.max_total_tokens - len(request.tokens))
+
+    def _num_rows(self, request: RequestState, answer_tokens: float) -> int:
+        """How many answers of the request's call, of so many tokens, have rows and blocks at once."""
+        num_rows = max(1, min(request.call_answers, len(self.running) + self.num_free_rows))
+        if num_rows == 1:
+            return 1
+        most, answer = self.num_blocks * self.block_tokens, answer_tokens + self.block_tokens
+        counts = range(2, num_rows + 1)
+        return 1 + bisect_left(counts, True, key=lambda count: _call_tokens(request, count, answer) > most)
+
+
+def _call_tokens(request: RequestState, num_answers: int, answer_tokens: float) -> float:
+    return request.work.held_tokens(num_answers) + num_answers * answer_tokens
 
 
 @dataclass(slots=True)

@@ -10,14 +10,14 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from operator import ge
 
 from penstock.engine.scheduler.cost_model import StepShape
 from penstock.engine.scheduler.load import Load, Queue
 from penstock.engine.scheduler.request_state import LevelKey, RequestState
-from penstock.engine.scheduler.rows import Endings, expected_endings
+from penstock.engine.scheduler.rows import Ending, Endings, expected_endings
 from penstock.engine.scheduler.scene import Scene
 from penstock.engine.scheduler.serving_pace import BATCH_PART, ServingPace
 from penstock.engine.scheduler.step_times import StepTimes
@@ -51,7 +51,7 @@ class Moment:
     is_behind: bool
     num_free_rows: int
     num_free_blocks: int
-    rows: Sequence[tuple[float, int]]  # steps until their ends, more `steps`, and the blocks that these free
+    rows: Sequence[Ending]  # in steps until then, and `steps` more
     steps: float
     mean_waiting_answer: float | None
 
@@ -68,10 +68,16 @@ class Moment:
             has_prompts=bool(self.prompts),
             num_free_rows=self.num_free_rows,
             num_free_blocks=self.num_free_blocks,
-            may_displace=(lambda _: True) if self.is_behind else load.may_displace,
+            may_displace=(lambda _: True) if self.is_behind else partial(self._displaces, level, load),
             endings=lambda: self._endings,
             mean_waiting_answer=lambda: self.mean_waiting_answer,
         )
+
+    def _displaces(self, level: LevelKey, load: Load, num_rows: int) -> bool:
+        """Whether a request would get so many rows although none is free; those below it may have ended by then."""
+        if any([group.level[0] == level[0] and group.level > level for group in load.rows.groups]):
+            return sum([other > level for _, _, other in self.rows]) >= num_rows
+        return num_rows == 1 and load.may_displace(1)
 
     def _ahead(self, level: LevelKey) -> Queue:
         """All prompts that are left: whoever comes later is due later, and others have risen."""
@@ -85,7 +91,7 @@ class Moment:
 
     @cached_property
     def _endings(self) -> Endings:
-        return Endings([(end - self.steps, num_blocks) for end, num_blocks in sorted(self.rows)])
+        return Endings([(end - self.steps, num_blocks, level) for end, num_blocks, level in sorted(self.rows)])
 
 
 @dataclass(slots=True)
@@ -219,8 +225,7 @@ class _Course:
         self._context = 0.0
         self._num_free_rows = load.num_free_rows
         self._num_free_blocks = load.num_free_blocks
-        # When a row's answer ends, in steps from now on, and the blocks that it frees.
-        self._rows: list[tuple[float, int]] = []
+        self._rows: list[Ending] = []  # the first one first
         self._prompts: deque[_Prompt] = deque()
         self._queues: dict[LevelKey, Queue] = {}  # the same by level
         self._num_prompt_tokens = 0
@@ -275,7 +280,8 @@ class _Course:
         running = [other for other in requests if other.row is not None]
         decoding = [other for other in running if other.remaining <= 1]
         self._context += sum([other.computed for other in decoding])
-        self._rows = [(self._steps + left, blocks) for left, blocks in expected_endings(decoding, self._load.lengths)]
+        endings = expected_endings(decoding, self._load.lengths)
+        self._rows = [(self._steps + left, blocks, level) for left, blocks, level in endings]
         heapq.heapify(self._rows)
         self._prompts.extend([self._prompt(other) for other in running if other.remaining > 1])
         waiting = sorted([other for other in requests if other.row is None], key=_urgency)
@@ -326,7 +332,7 @@ class _Course:
             self._num_free_blocks -= prompt.num_blocks
         self._draw(_SHARED_DRAW_PART * num_steps if self._is_shared else num_steps)
         # The step that is planned when an answer ends still has its row in it.
-        heapq.heappush(self._rows, (self._steps + prompt.answer_tokens + 1, prompt.num_blocks))
+        heapq.heappush(self._rows, (self._steps + prompt.answer_tokens + 1, prompt.num_blocks, prompt.level))
         self._context += prompt.context_tokens
 
     def _draw(self, num_steps: float) -> None:
@@ -335,7 +341,7 @@ class _Course:
         self._context += num_steps * len(self._rows)
         while self._rows and self._rows[0][0] <= self._steps + 1e-9:
             mean_context = self._context / len(self._rows)
-            _, num_blocks = heapq.heappop(self._rows)
+            _, num_blocks, _ = heapq.heappop(self._rows)
             self._context -= min(mean_context, num_blocks * self._load.block_tokens)
             self._num_free_rows += 1
             self._num_free_blocks += num_blocks

@@ -33,12 +33,16 @@ class RowGroup:
     prompt_tokens: int = 0
 
 
+# A request's end, in steps from some moment on, the blocks that it frees, and its level.
+Ending = tuple[float, int, LevelKey]
+
+
 class Endings:
     """When requests end, in steps from now on, and how many blocks they free; the first one first."""
 
-    def __init__(self, endings: Sequence[tuple[float, int]]) -> None:
-        self.steps = [steps for steps, _ in endings]
-        self._freed_blocks = list(accumulate([blocks for _, blocks in endings]))
+    def __init__(self, endings: Sequence[Ending]) -> None:
+        self.steps = [steps for steps, _, _ in endings]
+        self._freed_blocks = list(accumulate([blocks for _, blocks, _ in endings]))
 
     def until(self, num_rows: int, num_blocks: float) -> float | None:
         """After how many steps so many rows and blocks are free; None if all that end are too few."""
@@ -96,12 +100,12 @@ class Rows:
         return [row for row in self._running if row.remaining > 1]
 
 
-def expected_endings(requests: Sequence[RequestState], lengths: AnswerLengths) -> list[tuple[float, int]]:
-    """(steps until then, blocks that it frees) of one request's end after another."""
-    by_limit = sorted([(lengths.most_left(request), len(request.cache.blocks)) for request in requests])
+def expected_endings(requests: Sequence[RequestState], lengths: AnswerLengths) -> list[Ending]:
+    """One request's end after another."""
+    by_limit = sorted([(lengths.most_left(request), len(request.cache.blocks), request.level) for request in requests])
     chance = sum([lengths.chance_to_stop(request) for request in requests])
     # By chance so many stop in each step, whichever they are; who has not stopped ends at its limit.
     return [
-        (min(float(most), count / chance if chance else math.inf), blocks)
-        for count, (most, blocks) in enumerate(by_limit, start=1)
+        (min(float(most), count / chance if chance else math.inf), blocks, level)
+        for count, (most, blocks, level) in enumerate(by_limit, start=1)
     ]

@@ -204,3 +204,46 @@ def test_who_was_above_lately_is_forgotten_when_a_refusal_says_so():
     second = ask("second")
     engine.run([])
     assert not second.refused and second.ttft <= 0.18
+
+
+@pytest.mark.parametrize(("every", "prompt"), [(1.0, 500), (1.0, 2000), (3.0, 500), (3.0, 6000), (3.9, 6000)])
+def test_who_comes_seldom_from_above_keeps_nobody_out(every, prompt):
+    """Who comes back when it was told gets in, though somebody above has come again by then."""
+    engine = VirtualEngine(known=H200_LLAMA_8B)
+    terms = {"prompt": 2000, "answer": 1, "tenant": "a", "priority": 1}
+    coming = [request(f"a{index}", 1.0 + every * index, **terms) for index in range(20)]
+    targets, now, told = Targets(prompt * 25e-6 + 0.01), 1.5, []
+    while now < 30.0:
+        engine.run([item for item in coming if item.arrival <= now], until=now)
+        coming = [item for item in coming if item.arrival > now]
+        engine.clock.now = max(engine.clock.now, now)
+        asked = engine.submit(request(f"b{now}", now, prompt=prompt, answer=1, tenant="b", targets=targets))
+        if not asked.refused:
+            break
+        told.append(asked.last.retry_after_seconds)
+        now += asked.last.retry_after_seconds
+    assert not asked.refused
+    assert len(told) <= 2
+
+
+def test_a_call_is_not_told_to_come_back_when_those_below_it_have_ended_and_others_hold_the_rows():
+    engine = VirtualEngine(known=H200_LLAMA_8B, max_running=2)
+    engine.submit(request("a", prompt=1000, answer=80, tenant="a"))
+    engine.submit(request("b", prompt=1000, answer=400, tenant="b", priority=2))
+    engine.run([], until=0.1)
+
+    def ask(name):
+        terms = {"prompt": 71, "answer": 1, "tenant": "c", "priority": 1, "targets": Targets(0.2)}
+        shares = [{"call_prompts": [71], "call_answers": 3}, *[{"call_prompts": []}] * 2]
+        return [
+            engine.submit(request(f"{name}{i}", engine.clock.now, **terms, **share)) for i, share in enumerate(shares)
+        ]
+
+    refused = ask("first")[0].last
+    assert refused is not None and refused.retry_after_seconds is not None
+    told = engine.clock.now + refused.retry_after_seconds
+    engine.run([], until=told)
+    engine.clock.now = max(engine.clock.now, told)
+    answers = ask("second")
+    engine.run([])
+    assert all(not one.refused and one.ttft <= 0.2 for one in answers)

@@ -359,6 +359,28 @@ def test_of_a_call_with_more_answers_than_free_rows_all_are_in_time_or_none_is_b
     assert all(one.last is not None and one.last.finish is FinishReason.LENGTH for one in [*answers, *others])
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(["targets.ttft_ms", "deadline_ms"]),
+    prompt=st.integers(1, 5000),
+    answer=st.integers(1, 600),
+    num_answers=st.integers(2, 16),
+    shares_prefixes=st.booleans(),
+)
+def test_what_is_named_for_a_call_that_outgrows_the_cache_is_accepted_by_an_idle_engine_and_kept(
+    name, prompt, answer, num_answers, shares_prefixes
+):
+    engine = VirtualEngine(
+        known=H200_LLAMA_8B, max_running=64, max_context_tokens=8000, num_tokens=12_000, shares_prefixes=shares_prefixes
+    )
+    fields = {"prompt": prompt, "answer": answer}
+    seconds = named_seconds(call(engine, "a", num_answers, **fields, **terms_of(name, 0.0001))[0])
+    answers = call(engine, "b", num_answers, **fields, **terms_of(name, seconds))
+    engine.run([])
+    assert all(not one.refused and one.ttft <= seconds for one in answers)
+    assert all(one.last is not None and one.last.finish is FinishReason.LENGTH for one in answers)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     name=st.sampled_from(["targets.ttft_ms", "deadline_ms"]),
