@@ -74,7 +74,7 @@ _PATIENCE = 8.0
 class Forecast:
     ttft_seconds: float
     token_seconds: float  # between its tokens, while nothing but decoding runs
-    call_seconds: float  # behind that, until the last answer of its call has a row
+    call_seconds: float  # behind its first token, until the last answer of its call begins
     answer_seconds: float  # behind its first token, until it can end at the soonest
     tightest_target: float | None  # the least time per token that was promised, its own included
     rows_after: int
