@@ -17,9 +17,11 @@ PROMPT_TOKEN_COST = 1.0
 DRAWN_TOKEN_COST = 2.0
 
 
-# Service by which a tenant may lead another before asking for less counts for nothing, and from which on it gives
-# rows up. A longest request costs at least twice as much.
-MAX_QUANTUM = 8192.0
+# Service by which a tenant may lead another before asking for less counts for nothing. A longest request costs at least
+# twice as much.
+MAX_QUANTUM = 32768.0
+# The lead from which on a tenant gives rows up to another that waits, also those that were promised a time per token.
+ROW_QUANTUM = 8192.0
 
 # What an answer counts for in what a tenant asks for, beside the prompt's tokens, and the most that a prompt counts
 # for: the prefix cache may have most of a long one.

@@ -39,6 +39,18 @@ def test_so_it_does_where_few_of_a_flood_hold_rows(num_flooding, shape):
     assert flooded.ms("ttft", 0.95) <= 1.3 * alone.ms("ttft", 0.95)
 
 
+def test_so_it_does_for_a_prompt_as_long_as_many_others_together():
+    alone, flooded = ask(8192, times=10, num_flooding=12, seconds=1.0, shape=(16384, 512))
+    assert flooded.ms("ttft", 0.95) <= 1.3 * alone.ms("ttft", 0.95)
+
+
+def test_where_a_flood_holds_every_row_with_a_promise_another_waits_until_it_is_a_little_behind():
+    promised = Targets(time_per_token_seconds=0.03)
+    _, flooded = ask(64, times=8, num_flooding=300, seconds=0.25, targets=promised, shape=(64, 1000))
+    assert flooded.ms("ttft", 1.0) <= 300.0
+    assert flooded.num_broken_promises == 0
+
+
 def test_a_flood_of_prompts_that_has_waited_for_long_passes_nobody():
     # Each of its prompts takes over a second, and those that wait have waited for 10 s when the last is asked for.
     _, flooded = ask(2048, times=24, num_flooding=14, seconds=0.5, shape=(32000, 16))
