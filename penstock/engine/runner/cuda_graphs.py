@@ -39,6 +39,11 @@ def batch_sizes(most: int) -> list[int]:
     return [size for size in ladder if size < most] + [most]
 
 
+def is_rehearsed(size: int) -> bool:
+    """Whether a step of this size is among those that go through every kernel that others may want."""
+    return size.bit_count() == 1
+
+
 def capture(body: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
     """Capture what `body` launches, every kernel of which must have run before: first uses compile and make handles.
 
@@ -97,16 +102,27 @@ class DecodeGraphs:
         self.pool: Any = torch.cuda.graph_pool_handle()  # the memory that all graphs share
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture every size, largest first."""
+    def tune(self, seconds: float) -> None:
+        """Have products of every size run as is known to be best, or found out in so many seconds."""
+        self.tuner.allow(seconds)
         # The likeliest first: trials end when their time is over.
         for size in sorted(self._sizes, key=lambda size: (size % 64 != 0, size)):
             self._model.tune(size, self.tuner)
             self._model.tune_logits(size, self.tuner)
-        for size in reversed(self._sizes):
-            self._capture(size)
         self.tuner.allow(0.0)
         self.tuner.save()
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Go through steps of some sizes, so that their kernels are asked for: see `compiling_ahead`."""
+        for size in filter(is_rehearsed, self._sizes):
+            self._touch(size)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture every size, largest first."""
+        for size in reversed(self._sizes):
+            self._capture(size)
 
     def renew(self, size: int) -> None:
         """Capture a size again, if it is one: its products run another way now."""
@@ -128,11 +144,15 @@ class DecodeGraphs:
         return self._draw.outcome(logits, count)
 
     def _capture(self, size: int) -> None:
+        self._touch(size)
+        body = functools.partial(self._step, size, self._model.forward)
+        self._graphs[size] = capture(body, self.stream, self.pool)
+
+    def _touch(self, size: int) -> None:
+        """Load every kernel that a step of nobody's rows launches."""
         self._inputs[:size] = self._rows.scratch_row
         self._inputs[size : 2 * size] = 0
         self._step(size, self._model.touch)
-        body = functools.partial(self._step, size, self._model.forward)
-        self._graphs[size] = capture(body, self.stream, self.pool)
 
     def _step(self, size: int, forward: Forward) -> Tensor:
         """The captured body: everything it reads is in persistent tensors."""

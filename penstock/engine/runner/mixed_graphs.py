@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.runner.batch_rows import BatchRows
-from penstock.engine.runner.cuda_graphs import DecodeGraphs, Forward, batch_sizes, capture
+from penstock.engine.runner.cuda_graphs import DecodeGraphs, Forward, batch_sizes, capture, is_rehearsed
 from penstock.engine.runner.layout import Layout
 from penstock.engine.runner.token_draw import DrawOutcome, TokenDraw
 from penstock.engine.runner.transfer import StagingRing
@@ -191,6 +191,17 @@ class MixedGraphs:
         return self._draw.outcome(self._draws.run(size), num_draws)
 
     @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Go through steps of some sizes, so that their kernels are asked for: see `compiling_ahead`."""
+        counts = filter(is_rehearsed, reversed(self.token_counts))
+        for places in dict.fromkeys(self._places(count, 1, decodes=some) for count in counts for some in (False, True)):
+            self._stage_nothing(places)
+            self._load_forward(places)
+        for size in filter(is_rehearsed, self._draw_counts):
+            self._stage_nothing(size)
+            self._load_draw(size)
+
+    @torch.inference_mode()
     def prepare_next(self) -> bool:
         """Capture the likeliest size that is not captured yet, or no longer as it should be. False: none is left."""
         if self._stale:
@@ -199,11 +210,10 @@ class MixedGraphs:
         if not self._upcoming:
             return False
         size = self._upcoming.popleft()
+        self._stage_nothing(size)
         if isinstance(size, _Places):
-            self._stage(_NOTHING, size)
             self._forwards.prepare(size)
         else:
-            self._stage(_NOTHING, self._places(self.token_counts[0], 1))
             self._draws.prepare(size)
         return True
 
@@ -238,11 +248,11 @@ class MixedGraphs:
         self._stale.append(functools.partial(self._decode_graphs.renew, size))
 
     def _renew_forward(self, places: _Places) -> None:
-        self._stage(_NOTHING, places)
+        self._stage_nothing(places)
         self._forwards.renew(places)
 
     def _renew_draw(self, size: int) -> None:
-        self._stage(_NOTHING, self._places(self.token_counts[0], 1))
+        self._stage_nothing(size)
         self._draws.renew(size)
 
     def _all_places(self) -> list[_Places]:
@@ -272,6 +282,10 @@ class MixedGraphs:
             decodes = True  # which costs little where there are none, and saves a size
         slices = min(next(count for count in self._slice_counts if count >= num_slices), num_tokens)
         return _Places(num_tokens, slices, decodes, self._attention.plan_size(num_tokens, slices))
+
+    def _stage_nothing(self, size: _Places | int) -> None:
+        """Ship a step of nobody's tokens, in so many places or with so many draws."""
+        self._stage(_NOTHING, size if isinstance(size, _Places) else self._places(self.token_counts[0], 1))
 
     def _stage(self, layout: Layout, places: _Places) -> None:
         """Ship a step's numbers in one copy."""

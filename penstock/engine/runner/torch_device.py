@@ -26,7 +26,7 @@ from penstock.models.spec import ModelSpec
 from penstock.models.store import ModelFiles, cache_folder
 
 # How long a server that starts spends on graphs of steps with prompts; the rest are captured in idle moments.
-_CAPTURE_SECONDS = 0.5
+_CAPTURE_SECONDS = 0.25
 # How long the first server on a device tries how products run fastest before it serves; the rest is for idle moments.
 _TUNE_SECONDS = 2.0
 
@@ -84,9 +84,7 @@ def make_runner(config: EngineConfig, spec: ModelSpec, model: Decoder, folder: P
     if device.type == "cuda":
         draw = TokenDraw(rows, parameters, config.max_running)
         tuner = ProductTuner(device, None if folder is None else folder / "tuned")
-        tuner.allow(_TUNE_SECONDS if tuner.is_new else 0.0)
         graphs = DecodeGraphs(model, attention, rows, draw, tuner, max_batch=config.max_running)
-        graphs.capture()
         if attention.captures_prompts:
             mixed_graphs = MixedGraphs(
                 model,
@@ -97,6 +95,10 @@ def make_runner(config: EngineConfig, spec: ModelSpec, model: Decoder, folder: P
                 max_running=config.max_running,
                 max_step_tokens=config.max_step_tokens,
             )
+        graphs.tune(_TUNE_SECONDS if tuner.is_new else 0.0)
+        _compile_ahead(graphs, mixed_graphs)
+        graphs.capture()
+        if mixed_graphs is not None:
             end = time.monotonic() + _CAPTURE_SECONDS
             while time.monotonic() < end and mixed_graphs.prepare_next():
                 pass
@@ -106,3 +108,13 @@ def make_runner(config: EngineConfig, spec: ModelSpec, model: Decoder, folder: P
     max_draws = config.max_running * (1 + (config.draft_tokens if config.speculative != "none" else 0))
     sampler = Sampler(parameters, spec.eos_token_ids, make_drawer(max_draws, device))
     return ModelRunner(model, attention, pool, rows, parameters, sampler, graphs, mixed_graphs, threads=config.threads)
+
+
+def _compile_ahead(graphs: DecodeGraphs, mixed_graphs: MixedGraphs | None) -> None:
+    """Have every kernel that captures will want compiled: all at once, where the first start has none in its cache."""
+    from penstock.kernels.triton.launch import compiling_ahead
+
+    with compiling_ahead():
+        if mixed_graphs is not None:
+            mixed_graphs.rehearse()  # first: its kernels take longest
+        graphs.rehearse()

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.norm_rope import RowScale
+from penstock.kernels.triton.launch import launcher
 from penstock.kernels.triton.norm import row_factor
 from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs
 from penstock.kernels.triton.sizes import ceil_divide, power_of_2
@@ -61,7 +62,7 @@ def gate(gate_up: Tensor, *, gelu: bool, scale: RowScale | None = None) -> Tenso
     if num_tokens:
         grid = (num_tokens, ceil_divide(size, _BLOCK))
         row_size = 0 if scale is None else scale.rows.shape[1]
-        _gate_kernel[grid](
+        launcher(_gate_kernel, grid)(
             gate_up,
             gate_up if scale is None else scale.rows,
             out,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.triton.launch import launcher
 from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs
 from penstock.kernels.triton.sizes import ceil_divide, power_of_2
 
@@ -96,7 +97,7 @@ def route(logits: Tensor, num_active: int, *, normalise: bool) -> tuple[Tensor, 
     weights = torch.empty(num_tokens, num_active, dtype=torch.float32, device=logits.device)
     picks = torch.empty(num_tokens, num_active, dtype=torch.int32, device=logits.device)
     if num_tokens:
-        _route_kernel[(num_tokens,)](
+        launcher(_route_kernel, (num_tokens,))(
             logits,
             weights,
             picks,
@@ -143,7 +144,7 @@ def group_picks(picks: Tensor, num_experts: int) -> Groups:
     """picks: [tokens, active] int32."""
     order = torch.empty(picks.numel(), dtype=torch.int32, device=picks.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=picks.device)
-    _group_kernel[(num_experts,)](
+    launcher(_group_kernel, (num_experts,))(
         picks, order, starts, picks.numel(), SCAN=_SCAN, num_warps=4, **overlap_options(picks)
     )
     return Groups(picks.view(-1), order, starts)
@@ -251,7 +252,7 @@ def _launch(
     assert x.is_contiguous() and weight.is_contiguous()
     assert width % tile.columns == 0 and depth % tile.depth == 0
     num_picks = len(groups.order)
-    _expert_kernel[(width // tile.columns, min(num_picks, num_experts))](
+    launcher(_expert_kernel, (width // tile.columns, min(num_picks, num_experts)))(
         x,
         weight,
         groups.starts if shares is None else shares,
@@ -299,7 +300,7 @@ def add_up(parts: Tensor, num_active: int) -> Tensor:
     num_picks, width = parts.shape
     out = parts.new_empty(num_picks // num_active, width)
     if len(out):
-        _add_up_kernel[(len(out), ceil_divide(width, 1024))](
+        launcher(_add_up_kernel, (len(out), ceil_divide(width, 1024)))(
             parts, out, WIDTH=width, ACTIVE=num_active, BLOCK=1024, num_warps=4, **overlap_options(parts)
         )
     return out

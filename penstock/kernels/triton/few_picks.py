@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.triton.launch import launcher
 from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs, warm_cache
 from penstock.kernels.triton.sizes import power_of_2
 
@@ -89,7 +90,7 @@ def score_experts(stream: Tensor, norm: Tensor, eps: float, router: Tensor) -> t
     x = torch.empty_like(stream)
     logits = stream.new_empty(num_tokens, num_experts)
     if num_tokens:
-        _score_kernel[(num_experts, num_tokens)](
+        launcher(_score_kernel, (num_experts, num_tokens))(
             stream,
             norm,
             router,
@@ -205,7 +206,7 @@ def gated_product(
     assert width % tile.columns == 0 and depth % tile_depth == 0
     out = torch.empty(num_tokens, routing.num_active, width, dtype=torch.float32, device=x.device)
     if num_tokens:
-        _gated_kernel[(width // tile.columns, num_tokens, routing.num_active)](
+        launcher(_gated_kernel, (width // tile.columns, num_tokens, routing.num_active))(
             x,
             logits,
             gate_up,
@@ -290,7 +291,7 @@ def add_product(
     assert x.is_contiguous() and down.is_contiguous() and stream.is_contiguous()
     assert width % tile.columns == 0 and depth % tile.depth == 0
     if num_tokens:
-        _product_kernel[(width // tile.columns, num_tokens)](
+        launcher(_product_kernel, (width // tile.columns, num_tokens))(
             x,
             logits,
             down,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.triton.launch import launcher
 from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs, warm_cache
 
 # The narrowest tensor-core tile: fewer rows are padded to this many.
@@ -217,7 +218,7 @@ class FewRowsProduct:
         band = self._row_band
         width, depth = self._weight.shape
         assert band is not None and len(x) == 1 and x.is_contiguous()
-        _one_row_kernel[(width // band.rows,)](
+        launcher(_one_row_kernel, (width // band.rows,))(
             x,
             self._weight,
             x if norm is None else norm,
@@ -241,7 +242,7 @@ class FewRowsProduct:
         if num_rows == 1 and self._row_band is not None:
             self._launch_row(x, out, None, 0.0, add=add)
         elif num_rows:
-            _few_rows_kernel[(width // band.rows, band.parts)](
+            launcher(_few_rows_kernel, (width // band.rows, band.parts))(
                 x,
                 self._weight,
                 out,

@@ -23,6 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from penstock.kernels.triton.hopper import num_multiprocessors
 from penstock.kernels.triton.hopper_prefill import make_barriers
+from penstock.kernels.triton.launch import launcher
 from penstock.kernels.triton.sizes import ceil_divide
 
 _ROWS = gl.constexpr(128)  # of a tile
@@ -262,7 +263,7 @@ def gated_product(x: Tensor, weight: Tensor, *, gelu: bool) -> Tensor:
         return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns], layout)
 
     layout, depth_step, half, piece = _LAYOUT.value, _DEPTH.value, _HALF.value, _PIECE.value
-    _hopper_gated_kernel[(programs,)](
+    launcher(_hopper_gated_kernel, (programs,))(
         described(x, _ROWS.value, depth_step, layout),
         described(weight, _COLUMNS.value, depth_step, layout),
         described(weight, piece, depth_step, layout),

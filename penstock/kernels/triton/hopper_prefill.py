@@ -25,6 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from penstock.kernels.attention.interface import LayerAttention
 from penstock.kernels.triton.hopper import num_multiprocessors
+from penstock.kernels.triton.launch import launcher
 from penstock.kernels.triton.paged_prefill import NO_TILE
 
 TILE_ROWS = 128
@@ -458,7 +459,7 @@ def hopper_prefill(
     )
     # Fewer where tokens cannot fill a tile for each: those without one would keep others' from their multiprocessors.
     num_items = min(num_tiles, num_tokens // tokens + 1) * num_heads * tokens // _ROWS.value
-    _hopper_prefill_kernel[(min(num_multiprocessors(q.device), num_items),)](
+    launcher(_hopper_prefill_kernel, (min(num_multiprocessors(q.device), num_items),))(
         queries,
         keys,
         values,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.triton.launch import launcher
 from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs
 from penstock.kernels.triton.sizes import power_of_2
 
@@ -74,7 +75,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
     if num_rows == 0:
         return
     block = power_of_2(size)
-    _norm_kernel[(num_rows,)](
+    launcher(_norm_kernel, (num_rows,))(
         x,
         x if residual is None else residual,
         weight,

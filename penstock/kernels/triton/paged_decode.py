@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.attention.interface import LayerAttention
+from penstock.kernels.triton.launch import launcher
 from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs, warm_cache
 from penstock.kernels.triton.sizes import power_of_2
 
@@ -429,7 +430,7 @@ def paged_decode(
     tile = tile or decode_tile(layer, pool.dtype)
     group = num_heads // num_kv_heads
     heads, dims = power_of_2(group), power_of_2(head_dim)
-    _decode_kernel[grid](
+    launcher(_decode_kernel, grid)(
         q,
         pool,
         block_tables,

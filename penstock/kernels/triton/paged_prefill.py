@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.attention.interface import LayerAttention
+from penstock.kernels.triton.launch import launcher
 from penstock.kernels.triton.paged_decode import NO_WINDOW, soft_cap
 from penstock.kernels.triton.sizes import power_of_2
 
@@ -262,7 +263,7 @@ def paged_prefill(
     if num_tiles == 0:
         return
     tile = tile or prefill_tile(layer, pool.dtype)
-    _prefill_kernel[(num_kv_heads, num_tiles)](
+    launcher(_prefill_kernel, (num_kv_heads, num_tiles))(
         q,
         pool,
         block_tables,

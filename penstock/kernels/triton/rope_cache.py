@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.norm_rope import RowScale
+from penstock.kernels.triton.launch import launcher
 from penstock.kernels.triton.norm import row_factor
 from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs
 from penstock.kernels.triton.sizes import ceil_divide, power_of_2
@@ -101,7 +102,7 @@ def rotate_and_cache(
     turns = torch.view_as_real(rotation)  # [tokens, 1, rotary_dim / 2, 2]
     weight, eps = (turns, 0.0) if norm is None else norm
     row_size = 0 if scale is None else scale.rows.shape[1]
-    _rope_cache_kernel[(num_tokens, ceil_divide(all_heads, _HEADS_PER_PROGRAM))](
+    launcher(_rope_cache_kernel, (num_tokens, ceil_divide(all_heads, _HEADS_PER_PROGRAM)))(
         heads,
         heads if scale is None else scale.rows,
         turns,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from penstock.kernels.triton.launch import launcher
 from penstock.kernels.triton.overlap import overlap_options, wait_for_inputs
 from penstock.kernels.triton.sizes import ceil_divide, power_of_2
 
@@ -205,7 +206,7 @@ def sample(
     parts = min(max(_WANTED_PARTS // num_rows, 8), _MAX_PARTS)
     part_blocks = ceil_divide(ceil_divide(vocab_size, parts), _BLOCK)
     parts = ceil_divide(vocab_size, part_blocks * _BLOCK)
-    _sample_kernel[(num_rows, parts)](
+    launcher(_sample_kernel, (num_rows, parts))(
         logits,
         temperatures,
         seeds,
@@ -432,7 +433,7 @@ def sample_filtered(
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     best = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     if num_rows:
-        _filter_kernel[(num_rows,)](
+        launcher(_filter_kernel, (num_rows,))(
             logits,
             temperatures,
             seeds,
