@@ -101,6 +101,7 @@ def test_limits_hold_before_a_penstock_server_without_a_store(store, tmp_path):
             ]
             with httpx.Client(transport=httpx.HTTPTransport(uds=gateway.admin), base_url="http://admin") as admin:
                 (replica,) = admin.get("/admin/replicas").json()["replicas"]
+            until(lambda: num_written(path) == 22, 30, "all of it in the ledger")  # refusals are behind their answers
     assert [answer.status_code for answer in answers] == [200] * 20 + [429] * 2
     assert (replica["store"], replica["counted_by"]) == ("none", "gateway")
     entry = ledger(path)["limited"]
