@@ -1,6 +1,6 @@
 """`penstock serve`: fetch, start, and tell the operator where the time went and where to look."""
 
-import asyncio
+import contextlib
 import json
 import shlex
 from collections.abc import Mapping
@@ -15,11 +15,12 @@ from penstock import telemetry
 from penstock.commands.models import fetch
 from penstock.config import Sourced
 from penstock.engine import setup
+from penstock.engine.ahead import ENGINE_AHEAD, ENGINE_MODULE
 from penstock.engine.timeline import Timeline, process_started
 from penstock.run_folder import run_folder
 from penstock.server import config as server_config
 from penstock.server.engine_watch import Patience
-from penstock.server.supervisor import ENGINE_MODULE, Supervisor
+from penstock.server.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from penstock.engine.tokenizer import Tokenizer
@@ -40,7 +41,9 @@ def run(sourced: Sourced, *, engine_module: str = ENGINE_MODULE, patience: Patie
     files = fetch(sourced.options)
     timeline.mark("model files")
     console = Console()
-    with run_folder() as folder, _LoadingBar(Console(stderr=True)) as bar:
+    if sourced.options.device == "simulated":
+        ENGINE_AHEAD.cancel()  # it would not have begun, had this been known
+    with contextlib.closing(ENGINE_AHEAD), run_folder() as folder, _LoadingBar(Console(stderr=True)) as bar:
 
         def announce(supervisor: Supervisor) -> None:
             # Here, because it takes as long to import as all the rest, and the engine would begin later.
@@ -60,6 +63,7 @@ def run(sourced: Sourced, *, engine_module: str = ENGINE_MODULE, patience: Patie
                 files,
                 timeline,
                 folder,
+                ahead=ENGINE_AHEAD,
                 on_ready=announce,
                 on_progress=bar.show,
                 engine_module=engine_module,
@@ -67,7 +71,7 @@ def run(sourced: Sourced, *, engine_module: str = ENGINE_MODULE, patience: Patie
             )
             return await supervisor.run()
 
-        return asyncio.run(serve())
+        return ENGINE_AHEAD.runner.run(serve())
 
 
 def banner(supervisor: Supervisor, model: str, line: str) -> Group:

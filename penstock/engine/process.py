@@ -1,7 +1,8 @@
 """The engine process: one loop between a socket and the engine.
 
-`python -m penstock.engine.process` with an `EngineSetup` as JSON on standard input. Never parses HTTP, never sees text,
-never waits for a client. Ends when told to, or when its parent is gone.
+`python -m penstock.engine.process` with an `EngineSetup` as JSON on standard input; told so (`ahead`), it imports what
+drives real devices before it reads that. Never parses HTTP, never sees text, never waits for a client. Ends when told
+to, or when its parent is gone.
 """
 
 import gc
@@ -19,9 +20,11 @@ import zmq
 
 from penstock import telemetry
 from penstock.child_setup import decode_setup
+from penstock.engine.ahead import WITH_TORCH
 from penstock.engine.block_feed import BlockFeed
 from penstock.engine.builder import BuiltEngine, build_engine
 from penstock.engine.canary import Canary
+from penstock.engine.device import DEVICES
 from penstock.engine.messages import (
     STATS_SECONDS,
     Abort,
@@ -251,10 +254,15 @@ class EngineProcess:
 def main(build: Build = build_engine) -> int:
     """Serve what `build` puts together from the setup on standard input; return the exit status."""
     leave_to_owner()
-    setup = decode_setup(sys.stdin.buffer.read(), EngineSetup)
+    os.environ.setdefault(_PRODUCT_CACHE_VARIABLE, _PRODUCT_CACHE_SIZE)
+    if WITH_TORCH in sys.argv[1:]:
+        DEVICES.load("torch")
+    document = sys.stdin.buffer.read()
+    if not document:
+        return 0  # whoever began this process had no use for it
+    setup = decode_setup(document, EngineSetup)
     telemetry.configure_logging("json" if setup.log_format == "json" else "text", process="engine")
     timeline = Timeline(setup.started)
-    os.environ.setdefault(_PRODUCT_CACHE_VARIABLE, _PRODUCT_CACHE_SIZE)
     try:
         built = build(setup.sourced, setup.files, timeline, progress=_report_progress)
     except PenstockError as error:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from penstock.child_setup import encode_setup
 from penstock.config import Sourced
+from penstock.engine.ahead import ENGINE_MODULE, EngineAhead
 from penstock.engine.client import EngineClient
 from penstock.engine.setup import EngineSetup, Progress, Refused, decode_notice
 from penstock.engine.timeline import Timeline
@@ -35,8 +36,6 @@ from penstock.stop_signals import OWNERS_SIGNAL, stop_signals
 from penstock.telemetry import log_event
 
 log = logging.getLogger("penstock.supervisor")
-
-ENGINE_MODULE = "penstock.engine.process"
 
 # Beyond the drain: what a worker may need to close its sockets, and the engine to end its step.
 _STOP_SECONDS = 5.0
@@ -59,6 +58,7 @@ class Supervisor:
         timeline: Timeline,
         folder: Path,
         *,
+        ahead: EngineAhead,
         on_ready: Callable[["Supervisor"], None],
         on_progress: Callable[[Progress], None],
         engine_module: str = ENGINE_MODULE,
@@ -70,6 +70,7 @@ class Supervisor:
         self._files = files
         self._on_ready = on_ready
         self._on_progress = on_progress
+        self._ahead = ahead
         self._engine_module = engine_module
         self._patience = patience or Patience()
         self._folder = folder
@@ -172,14 +173,13 @@ class Supervisor:
             parent_pid=os.getpid(),
             started=time.monotonic(),
         )
-        engine = await asyncio.create_subprocess_exec(
+        engine = self._engine = self._ahead.take() or await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             self._engine_module,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
-        self._engine = engine
         watching = asyncio.create_task(self._watch(engine))
         before = self._client.info.epoch if self._client is not None and self._client.info is not None else None
         try:

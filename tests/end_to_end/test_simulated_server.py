@@ -41,6 +41,18 @@ def test_the_engine_never_loads_torch(server):
     assert "libtorch" not in Path(f"/proc/{server.engine_pid}/maps").read_text()
 
 
+def test_nor_does_one_whose_device_a_file_names(tmp_path):
+    # By then an engine with torch has begun ahead.
+    folder = write_tiny_model(tmp_path / MODEL)
+    write_tokenizer(folder)
+    file = tmp_path / "options.toml"
+    file.write_text('device = "simulated"\n')
+    with ServerProcess(str(folder), "--load-format", "dummy", "--config", str(file)) as server:
+        server.wait_ready()
+        (engine,) = server.children("penstock.engine.process")
+        assert "libtorch" not in Path(f"/proc/{engine}/maps").read_text()
+
+
 def test_a_stream_gives_the_same_text_as_a_whole_answer(client):
     asked = {"model": MODEL, "messages": QUESTION, "max_tokens": 24}
     whole = client.chat.completions.create(**asked, temperature=0)

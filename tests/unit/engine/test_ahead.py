@@ -1,0 +1,80 @@
+"""An engine process that begins before its options are read."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.ahead import ENGINE_MODULE, EngineAhead, is_worth_it
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_it"),
+    [
+        (["serve"], True),
+        (["serve", "smollm2-135m", "--port", "0"], True),
+        (["serve", "--help"], False),
+        (["serve", "--device", "simulated"], False),
+        (["serve", "--device=simulated"], False),
+        (["models"], False),
+        ([], False),
+    ],
+)
+def test_only_what_will_want_torch_begins_ahead(monkeypatch: pytest.MonkeyPatch, arguments: list[str], is_it: bool):
+    monkeypatch.delenv("PENSTOCK_DEVICE", raising=False)
+    assert is_worth_it(arguments) is is_it
+    monkeypatch.setenv("PENSTOCK_DEVICE", "simulated")
+    assert not is_worth_it(arguments)
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_process_that_nobody_takes_is_ended():
+    begun = EngineAhead()
+    begun.begin()
+    (pid,) = children()
+    begun.close()
+    assert not is_alive(pid)
+    begun.close()
+
+
+def children() -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+def test_a_process_that_was_taken_is_the_callers():
+    begun = EngineAhead()
+    begun.begin()
+    process = begun.take()
+    assert process is not None
+    assert begun.take() is None
+
+    async def still_runs() -> bool:
+        runs = process.returncode is None
+        process.kill()
+        await process.wait()
+        return runs
+
+    begun.cancel()
+    assert begun.runner.run(still_runs())
+    begun.close()
+
+
+def test_a_process_that_is_told_nothing_ends_without_a_word():
+    command = [sys.executable, "-m", ENGINE_MODULE]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_a_command_that_is_refused_leaves_no_process():
+    command = [sys.executable, "-m", "penstock", "serve", "--port", "eighty"]
+    # A session of its own, whose processes can be told from others.
+    refused = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+    assert refused.wait(60) == 2
+    with pytest.raises(ProcessLookupError):
+        os.killpg(refused.pid, 0)
