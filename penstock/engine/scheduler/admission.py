@@ -323,7 +323,7 @@ class Admission:
     def _wait(self, request: RequestState, load: Load, now: float) -> float:
         """How long until all of the request's terms could be kept, if nobody else came."""
         above = self._comers.passers(Claim.of(request, load), load.waiting.quantum).above
-        forgotten = max(0.0, self._comers.forgotten_at(above) + _LEAST_RETRY_SECONDS - now)
+        forgotten = max(0.0, above.forgotten_at + _LEAST_RETRY_SECONDS - now)
         outlook = self._lookout.look(request.level[0], load, now)
         moments = outlook.moments
         if not moments:

@@ -69,6 +69,11 @@ class Passing:
         self.most_tokens += most_tokens
         self.last_at = max(self.last_at, stream.last_at)
 
+    @property
+    def forgotten_at(self) -> float:
+        """When they no longer count, if none of them comes until then."""
+        return self.last_at + _WINDOW_SECONDS
+
 
 @dataclass(frozen=True, slots=True)
 class Passers:
@@ -110,10 +115,6 @@ class Comers:
         if self._asked is not claim.request:
             self._asked, self._passers = claim.request, self._find_passers(claim, quantum)
         return self._passers
-
-    def forgotten_at(self, passing: Passing) -> float:
-        """When they no longer count, if none of them comes until then."""
-        return passing.last_at + _WINDOW_SECONDS
 
     def rate(self) -> float:
         """Prompt tokens a second of all that are no batch."""
