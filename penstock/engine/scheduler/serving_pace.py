@@ -37,8 +37,8 @@ _LATE_TIMES = 3.0
 _OVERLOAD_TIMES = 8.0
 # While one is as late as this, answers pause for it, for so many steps in a row: a few tokens less in a second for
 # those that have begun, and prompts run without what rows cost beside them.
-_PAUSE_TIMES = 4.0
-MOST_PAUSED_STEPS = 2
+_PAUSE_TIMES = 3.5
+MOST_PAUSED_STEPS = 3
 # While several tenants are there, speed alone makes no step of prompts longer than one of which this part is what every
 # step takes; nor does a long prompt that is not due yet, while short ones come. Shorter steps would slow prompts down
 # more than they help the others.
@@ -50,7 +50,7 @@ _SHORT_SECONDS = 2.0
 _SMALL_STEP_TOKENS = 512
 # ... and never so little that prompts alone would run slower than this part of the fastest they could.
 _LEAST_EFFICIENCY = 0.9
-_LONE_EFFICIENCY = 0.84
+_LONE_EFFICIENCY = 0.75
 _STEP_SIZES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
 # Of a stated time per token, what a step may use: predictions err by a few per cent.
 _TARGET_PART = 0.93

@@ -52,11 +52,11 @@ def test_in_overload_prompts_run_together():
     assert max(shape.prompt_tokens for shape in steps) > 4 * PROMPT
 
 
-def test_answers_pause_for_late_prompts_for_two_steps_in_a_row_at_most():
+def test_answers_pause_for_late_prompts_for_three_steps_in_a_row_at_most():
     steps, _ = run()
     paused = "".join("." if shape.num_rows else "p" for shape in steps)
-    assert "pp" in paused
-    assert "ppp" not in paused
+    assert "ppp" in paused
+    assert "pppp" not in paused
 
 
 def test_and_do_not_pause_for_two_that_are_not_late():
