@@ -3,8 +3,9 @@
 A better level goes before a worse one. Within a level those go first whose promised first tokens would come late
 otherwise, the one that is due first ahead; then the tenant that asks for least for its weight, unless it has got
 `quantum` more than another that waits: then the one that got least. A tenant that waits takes a row of one that holds
-more than its share, or leads it by ROW_QUANTUM; and while a tenant's prompt runs, those who ask for more than it leave
-it the step, until it has got `quantum` more than they. Changes nothing.
+more than its share, or leads it by `quantum`, or by ROW_QUANTUM where it also asks for more; and while a tenant's
+prompt runs, those who ask for more than it leave it the step, until it has got `quantum` more than they. Changes
+nothing.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -64,7 +65,9 @@ def displaced_by(request: RequestState, running: Sequence[RequestState], quantum
     if not others:
         return None
     leader = max(others, key=_counter)
-    if leader.counter - own.counter > min(quantum, ROW_QUANTUM) / leader.weight:
+    # Where it asks for less than whoever waits, it would be next in line, and they would take a row from each other.
+    asks_more = leader.exceeds(own.demand, own.num_open / own.weight)
+    if leader.counter - own.counter > (min(quantum, ROW_QUANTUM) if asks_more else quantum) / leader.weight:
         return _youngest(running, leader)
     # A share of rows is no reason to break a promise; having got more than others is.
     open_rows = [other for other in running if other.targets.time_per_token_seconds is None]

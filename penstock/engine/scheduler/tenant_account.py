@@ -20,7 +20,8 @@ DRAWN_TOKEN_COST = 2.0
 # Service by which a tenant may lead another before asking for less counts for nothing. A longest request costs at least
 # twice as much.
 MAX_QUANTUM = 32768.0
-# The lead from which on a tenant gives rows up to another that waits, also those that were promised a time per token.
+# The lead from which on a tenant gives rows up to another that waits and asks for less, also those that were promised a
+# time per token.
 ROW_QUANTUM = 8192.0
 
 # What an answer counts for in what a tenant asks for, beside the prompt's tokens, and the most that a prompt counts

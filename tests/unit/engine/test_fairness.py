@@ -350,3 +350,13 @@ def test_who_was_refused_makes_no_step_shorter_for_long():
     first = len(engine.runner.shapes)
     engine.run(crowd("then", 100.0))
     assert max(shape.prompt_tokens for shape in engine.runner.shapes[first + 1 :]) == longest_step(200)
+
+
+def test_who_has_got_more_but_asks_for_less_and_a_flood_do_not_take_a_row_from_each_other_again_and_again(monkeypatch):
+    engine = VirtualEngine(known=H200_LLAMA_8B, max_running=8, max_context_tokens=131_072, num_tokens=200_000)
+    placement, parked = engine.scheduler.placement, []
+    park = placement.park
+    monkeypatch.setattr(placement, "park", lambda request: (parked.append(request.request_id), park(request)))
+    flood = [request(f"a{index}", 0.001 * index, prompt=64, answer=300, tenant="a") for index in range(24)]
+    engine.run([*flood, request("b", 0.5, prompt=12_000, answer=200, tenant="b")])
+    assert 1 <= len(parked) <= 3, "it takes a row once, and keeps it"
