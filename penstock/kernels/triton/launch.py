@@ -34,11 +34,14 @@ def launcher(kernel: Any, grid: Sequence[int]) -> Callable[..., Any]:
 
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Have kernels compiled by other threads instead of launched; at the end all of them are."""
+    """Have kernels compiled by other threads instead of launched; at the end all of them are.
+
+    One that cannot be compiled raises when it is first launched, as it would have without this.
+    """
     with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS), "penstock-compile") as threads:
         token = _only_compiles.set(True)
         try:
-            with triton.AsyncCompileMode(threads):
+            with triton.AsyncCompileMode(threads, ignore_errors=True):
                 yield
         finally:
             _only_compiles.reset(token)
