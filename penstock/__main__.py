@@ -7,9 +7,9 @@ from penstock.engine.ahead import ENGINE_AHEAD, is_worth_it
 
 def main() -> int:
     """Run the command, while an engine process, where it wants one, imports what that needs."""
-    if is_worth_it(sys.argv[1:]):
-        ENGINE_AHEAD.begin()
     try:
+        if is_worth_it(sys.argv[1:]):
+            ENGINE_AHEAD.begin()
         # Here, for it takes half a second and more.
         from penstock.cli import main as run_command
 

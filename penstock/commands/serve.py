@@ -38,12 +38,12 @@ def run(sourced: Sourced, *, engine_module: str = ENGINE_MODULE, patience: Patie
     config, _ = server_config.resolve(sourced)
     telemetry.configure_logging(config.log_format, process="supervisor")
     timeline.mark("command line")
+    if sourced.options.device == "simulated":
+        ENGINE_AHEAD.cancel()  # it would not have begun, had this been known
     files = fetch(sourced.options)
     timeline.mark("model files")
     console = Console()
-    if sourced.options.device == "simulated":
-        ENGINE_AHEAD.cancel()  # it would not have begun, had this been known
-    with contextlib.closing(ENGINE_AHEAD), run_folder() as folder, _LoadingBar(Console(stderr=True)) as bar:
+    with run_folder() as folder, _LoadingBar(Console(stderr=True)) as bar, contextlib.closing(ENGINE_AHEAD):
 
         def announce(supervisor: Supervisor) -> None:
             # Here, because it takes as long to import as all the rest, and the engine would begin later.

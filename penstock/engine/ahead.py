@@ -10,9 +10,12 @@ import os
 import sys
 from collections.abc import Sequence
 
+from penstock.stop_signals import starting_owned
+
 ENGINE_MODULE = "penstock.engine.process"
 # An engine process that is given this word imports what drives a real device before it waits for its setup.
 WITH_TORCH = "with-torch"
+_LOOK_SECONDS = 0.005
 
 
 class EngineAhead:
@@ -30,19 +33,30 @@ class EngineAhead:
         return self._runner
 
     def begin(self) -> None:
-        self._process = self.runner.run(_start())
+        """Start the process; without one, where the system has no room for it, nothing is lost but time."""
+        with contextlib.suppress(OSError), starting_owned():
+            self._process = self.runner.run(_start())
 
-    def take(self) -> asyncio.subprocess.Process | None:
-        """Return the process, which is the caller's from now on."""
+    async def take(self) -> asyncio.subprocess.Process | None:
+        """Return the process, which is the caller's from now on; None where it has ended meanwhile."""
         process, self._process = self._process, None
-        return process
+        if process is None:
+            return None
+        # The loop has not run since the process began: it takes a moment until it knows.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), _LOOK_SECONDS)
+        if process.returncode is None:
+            return process
+        await process.communicate()
+        return None
 
     def cancel(self) -> None:
         """End the process, if nobody took it."""
-        if process := self.take():
+        process, self._process = self._process, None
+        if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            self.runner.run(_wait(process))
+            self.runner.run(process.communicate())
 
     def close(self) -> None:
         """Leave no process that nobody took, and no loop."""
@@ -61,10 +75,6 @@ async def _start() -> asyncio.subprocess.Process:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
-
-
-async def _wait(process: asyncio.subprocess.Process) -> None:
-    await process.wait()
 
 
 # Of the command that runs in this process.

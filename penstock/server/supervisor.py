@@ -173,7 +173,8 @@ class Supervisor:
             parent_pid=os.getpid(),
             started=time.monotonic(),
         )
-        engine = self._engine = self._ahead.take() or await asyncio.create_subprocess_exec(
+        begun = await self._ahead.take() if self._engine_module == ENGINE_MODULE else None
+        engine = self._engine = begun or await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             self._engine_module,

@@ -44,6 +44,7 @@ NARROW: dict[tuple[str, str], tuple[str, ...]] = {
     # In one's own process text is made as the server makes it, without the server.
     ("llm", "server"): ("server.chat_template", "server.template_file", "server.text_assembly"),
     ("server", "engine"): (
+        "engine.ahead",
         "engine.client",
         "engine.config",
         "engine.messages",

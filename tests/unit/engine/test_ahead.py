@@ -1,13 +1,17 @@
 """An engine process that begins before its options are read."""
 
+import asyncio
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from penstock.engine.ahead import ENGINE_MODULE, EngineAhead, is_worth_it
+from tests.server_process import until
 
 
 @pytest.mark.parametrize(
@@ -35,33 +39,56 @@ def is_alive(pid: int) -> bool:
 
 
 def test_a_process_that_nobody_takes_is_ended():
-    begun = EngineAhead()
+    begun, before = EngineAhead(), children()
     begun.begin()
-    (pid,) = children()
+    (pid,) = children() - before
     begun.close()
     assert not is_alive(pid)
     begun.close()
 
 
-def children() -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+def children() -> set[int]:
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
 
 def test_a_process_that_was_taken_is_the_callers():
-    begun = EngineAhead()
+    begun, before = EngineAhead(), children()
     begun.begin()
-    process = begun.take()
-    assert process is not None
-    assert begun.take() is None
-
-    async def still_runs() -> bool:
-        runs = process.returncode is None
-        process.kill()
-        await process.wait()
-        return runs
-
+    (pid,) = children() - before
+    process = begun.runner.run(begun.take())
+    assert process is not None and process.pid == pid
+    assert begun.runner.run(begun.take()) is None
     begun.cancel()
-    assert begun.runner.run(still_runs())
+    time.sleep(0.1)
+    assert is_alive(pid)
+    process.kill()
+    begun.runner.run(ended(process))
+    begun.close()
+
+
+async def ended(process: asyncio.subprocess.Process) -> None:
+    await process.wait()
+
+
+def test_a_process_that_died_is_not_taken():
+    begun, before = EngineAhead(), children()
+    begun.begin()
+    (pid,) = children() - before
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not is_alive(pid), 10, "its end")
+    time.sleep(0.1)  # until the thread that waits for it has said so
+    assert begun.runner.run(begun.take()) is None
+    begun.close()
+
+
+def test_a_process_hears_nothing_of_what_an_operator_sends():
+    begun, before = EngineAhead(), children()
+    begun.begin()
+    (pid,) = children() - before
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(pid, number)  # which may come before its first line
+    time.sleep(0.5)
+    assert is_alive(pid)
     begun.close()
 
 
