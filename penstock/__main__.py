@@ -14,6 +14,8 @@ def main() -> int:
         from penstock.cli import main as run_command
 
         return run_command()
+    except KeyboardInterrupt:  # while that was imported
+        return 130
     finally:
         ENGINE_AHEAD.close()
 

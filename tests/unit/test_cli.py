@@ -277,3 +277,15 @@ def test_a_character_that_the_output_cannot_hold_is_written_as_its_code(monkeypa
     monkeypatch.setattr(serve, "run", lambda sourced: print("é 🙂"))
     run("serve")
     assert output.getvalue() == "é \\U0001f642\n".encode("latin-1")
+
+
+def test_ctrl_c_while_the_command_is_imported_is_its_status_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock import __main__ as package
+
+    class Interrupted:
+        def __getattr__(self, name: str) -> Any:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "penstock.cli", Interrupted())
+    monkeypatch.setattr(sys, "argv", ["penstock", "version"])
+    assert package.main() == 130
