@@ -148,6 +148,12 @@ class ServerProcess:
         self.process.stdout.close()
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process runs, or has at least not ended."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
 def until(condition, seconds: float, what: str) -> float:
     """Wait until the condition holds; return how long it took."""
     began = time.monotonic()

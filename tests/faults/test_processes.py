@@ -14,7 +14,7 @@ import httpx
 
 from tests.faults.caller import call, completion_body, tally
 from tests.faults.conftest import DUMMY, is_idle
-from tests.server_process import ServerProcess, until, write_tiny_model
+from tests.server_process import ServerProcess, is_alive, until, write_tiny_model
 
 NUM_STREAMS = 64
 
@@ -163,7 +163,7 @@ async def test_a_server_whose_whole_group_is_told_to_end_drains_and_leaves_nothi
         os.killpg(server.process.pid, signal.SIGTERM)  # as a terminal or a service manager does
         assert await asyncio.to_thread(server.process.wait, 60) == 0
         assert tally(await asyncio.gather(*calls)) == {"completed": 1}, "SIGTERM lets open requests finish"
-    assert not any(_alive(pid) for pid in family)
+    assert not any(is_alive(pid) for pid in family)
     assert list(tmp_path.iterdir()) == []
     assert shared_memory() <= before
 
@@ -180,7 +180,7 @@ async def test_a_second_signal_ends_at_once_and_leaves_no_process(model, patienc
         os.killpg(server.process.pid, signal.SIGTERM)
         await asyncio.to_thread(server.process.wait, 60)
         assert time.monotonic() - began < 5.0 * patience
-        assert not any(_alive(pid) for pid in family), "they are gone before the server is"
+        assert not any(is_alive(pid) for pid in family), "they are gone before the server is"
         assert "asyncio" not in server.output
         await asyncio.gather(*calls)
 
@@ -190,7 +190,7 @@ def test_processes_do_not_outlive_a_killed_supervisor(model):
         server.wait_ready()
         family = [server.engine_pid, *server.worker_pids]
         server.process.kill()
-        until(lambda: not any(_alive(pid) for pid in family), 10, "the end of every process")
+        until(lambda: not any(is_alive(pid) for pid in family), 10, "the end of every process")
 
 
 def test_an_engine_that_was_starting_does_not_outlive_a_killed_supervisor_either(model):
@@ -198,14 +198,9 @@ def test_an_engine_that_was_starting_does_not_outlive_a_killed_supervisor_either
         until(lambda: starting.children("penstock.engine.process"), 30, "the start of an engine")
         engine = starting.engine_pid
         starting.process.kill()
-        until(lambda: not _alive(engine), 30, "the end of the engine")
+        until(lambda: not is_alive(engine), 30, "the end of the engine")
 
 
 def shared_memory() -> set[str]:
     """Names of our own segments: other programs come and go."""
     return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("penstock", "torch"))}
-
-
-def _alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"

@@ -87,6 +87,7 @@ def gather_decode_inputs(
     """rows, positions: [n] int64; tokens: [rows, width] int32; tables: [rows, blocks] int32; the rest: [rows]."""
     count = len(rows)
     found = DecodeInputs.of(count, rows.device)
+    # Launched in a rehearsal too: torch looks tokens up by what it finds, and so do others find their places.
     _gather_kernel[(ceil_divide(count, _BLOCK),)](
         rows,
         positions,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.ahead import ENGINE_MODULE, EngineAhead, is_worth_it
-from tests.server_process import until
+from tests.server_process import is_alive, until
 
 
 @pytest.mark.parametrize(
@@ -31,11 +31,6 @@ def test_only_what_will_want_torch_begins_ahead(monkeypatch: pytest.MonkeyPatch,
     assert is_worth_it(arguments) is is_it
     monkeypatch.setenv("PENSTOCK_DEVICE", "simulated")
     assert not is_worth_it(arguments)
-
-
-def is_alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_a_process_that_nobody_takes_is_ended():
