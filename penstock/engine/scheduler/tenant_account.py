@@ -51,7 +51,7 @@ class Level:
     # Tenants by what they asked for when it last changed; entries that are no longer true are dropped.
     _by_demand: list[tuple[float, float, str]] = field(default_factory=list)
     num_tenants: int = 0  # with requests that have not ended
-    _floor: float = 0.0  # the least counter of those that waited when somebody last asked
+    _floor: float = 0.0  # what `least` said when somebody last asked
 
     def account(self, tenant: str, weight: float) -> TenantAccount:
         """Return the tenant's account; the newest weight counts."""
@@ -102,8 +102,12 @@ class Level:
         return chosen.waiting[0][2]
 
     def least(self) -> float:
-        """The least counter of the tenants that wait, or waited last."""
-        self._least_account()
+        """The least counter of the tenants that wait; the greatest of all where none does.
+
+        What a tenant gets while nobody waits is nobody's loss, so it is not held against it.
+        """
+        if self._least_account() is None:
+            self._floor = max([self._floor, *[account.counter for account in self.accounts.values()]])
         return self._floor
 
     def close(self, account: TenantAccount) -> None:

@@ -74,6 +74,8 @@ MAXIMAL_REQUEST = PROMPT_TOKEN_COST * 1 + DRAWN_TOKEN_COST * (CONTEXT - 1)
 @given(
     first=st.lists(SIZES, min_size=8, max_size=20),
     second=st.lists(SIZES, min_size=8, max_size=20),
+    early=st.tuples(st.integers(0, 8), st.integers(0, 60)),
+    second_comes_first=st.booleans(),
     late=st.integers(0, 20),
     weights=st.tuples(st.sampled_from([1.0, 2.0, 5.0]), st.sampled_from([1.0, 2.0, 5.0])),
     max_running=st.integers(1, 8),
@@ -82,7 +84,7 @@ MAXIMAL_REQUEST = PROMPT_TOKEN_COST * 1 + DRAWN_TOKEN_COST * (CONTEXT - 1)
     scarce_memory=st.booleans(),
 )
 def test_while_two_tenants_wait_their_weighted_service_differs_by_less_than_one_maximal_request(
-    first, second, late, weights, max_running, extra_budget, foresight, scarce_memory
+    first, second, early, second_comes_first, late, weights, max_running, extra_budget, foresight, scarce_memory
 ):
     engine = make_engine(
         max_running=max_running,
@@ -91,12 +93,23 @@ def test_while_two_tenants_wait_their_weighted_service_differs_by_less_than_one_
         num_blocks=40 if scarce_memory else 2000,
     )
     weight = dict(zip("ab", weights, strict=True))
-    for index, (prompt, answer) in enumerate(first):
-        engine.submit(submit(f"a{index}", "a", prompt, answer, weight=weight["a"]))
-    for _ in range(late):
+    # What one of them got before anybody waited is nobody's loss.
+    num_early, num_steps = early
+    for index in range(min(num_early, max_running)):
+        engine.submit(submit(f"early{index}", "a", 1, CONTEXT - 1, weight=weight["a"]))
+    for _ in range(num_steps if num_early else 0):
         engine.step()
-    for index, (prompt, answer) in enumerate(second):
-        engine.submit(submit(f"b{index}", "b", prompt, answer, weight=weight["b"]))
+    backlogs = [
+        [submit(f"{tenant}{index}", tenant, *size, weight=weight[tenant]) for index, size in enumerate(sizes)]
+        for tenant, sizes in (("a", first), ("b", second))
+    ]
+    if second_comes_first:
+        backlogs.reverse()
+    for backlog, num_steps in zip(backlogs, (late, 0), strict=True):
+        for each in backlog:
+            engine.submit(each)
+        for _ in range(num_steps):
+            engine.step()
     tenants = {number: state.tenant for number, state in engine.scheduler.requests.items()}
     lead, leads = 0.0, []
     while waits(engine, "a") and waits(engine, "b"):

@@ -121,10 +121,10 @@ def test_none_rises_while_others_of_its_tenant_start_where_it_waits():
 def test_one_rises_above_those_of_its_own_tenant_where_there_is_no_other():
     queue = WaitingQueue(QUANTUM)
     gone, old = make_request(queue, 0, "b"), make_request(queue, 1, "a")
+    queue.push(old, 0.0)
     queue.levels[0].accounts["b"].counter = 9 * QUANTUM  # so that it is remembered
     queue.dismiss(gone)
     assert "b" in queue.levels[0].accounts
-    queue.push(old, 0.0)
     old.account.last_start = AGEING_SECONDS
     queue.age(AGEING_SECONDS)
     assert old.level == (0, -1)
