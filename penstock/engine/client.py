@@ -99,6 +99,9 @@ class TokenStream(AsyncIterator[TokenEvent]):
         together = [self._waiting.popleft()]
         num_tokens = len(together[0].token_ids)
         while self._waiting:
+            # What ends an answer before its time comes alone: whoever raises it has been given every token before.
+            if self._waiting[0].finish in (FinishReason.ERROR, FinishReason.ABORT):
+                break
             num_tokens += len(self._waiting[0].token_ids)
             if max_tokens is not None and num_tokens > max_tokens:
                 break

@@ -132,9 +132,9 @@ async def test_events_that_wait_together_are_merged(client):
     assert len(events[0].token_ids) == 8
 
 
-def arrived(*token_ids, finish=None):
+def arrived(*token_ids, finish=None, error=None):
     """An event as it comes from the engine, with a log-probability for each token."""
-    event = TokenEvent(request_id="a", token_ids=list(token_ids), finish=finish)
+    event = TokenEvent(request_id="a", token_ids=list(token_ids), finish=finish, error=error)
     event.logprobs = [TokenLogprob(token_id, -0.5, [token_id, 0], [-0.5, -1.0]) for token_id in token_ids]
     message = decode_from_engine(encode(Events([event])))
     assert isinstance(message, ArrivedEvents)
@@ -155,6 +155,15 @@ async def test_a_reader_takes_no_more_tokens_than_it_wants_to(client):
     ]
     assert [event.finish for event in taken] == [None, None, FinishReason.LENGTH]
     assert stream.take(3) is None
+
+
+async def test_an_error_comes_behind_the_tokens_that_were_made_before_it(client):
+    stream = TokenStream(client, "a")
+    for event in (arrived(1), arrived(2, 3), arrived(finish=FinishReason.ERROR, error="late")):
+        stream.push(event)
+    taken = [stream.take(), stream.take()]
+    assert [(event.token_ids, event.error) for event in taken] == [([1, 2, 3], None), ([], "late")]
+    assert not stream.has_more
 
 
 async def test_who_listens_is_told_of_what_came_before_and_of_the_engines_end(client):
