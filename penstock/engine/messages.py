@@ -47,11 +47,11 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """A client is there; answered with `EngineInfo` as soon as the engine can serve."""
+    """A client is there, and heard from now on; answered with `EngineInfo` as soon as the engine can serve."""
 
 
 class Goodbye(msgspec.Struct, tag=True, frozen=True):
-    """Client `identity` is gone (said by itself or by the supervisor that reaped it): drop all its requests."""
+    """Client `identity` is gone (said by the supervisor that reaped it): drop all its requests, also those to come."""
 
     identity: bytes
 

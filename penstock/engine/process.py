@@ -162,6 +162,8 @@ class EngineProcess:
 
     def _handle(self, client: bytes, frame: bytes) -> None:
         message = decode_to_engine(frame)
+        if client not in self._clients and not isinstance(message, Hello):
+            return  # it is gone: clients are heard in turn, so that what it had sent may come behind the word of that
         match message:
             case Submit():
                 refusals = self._engine.submit(message, client)

@@ -7,6 +7,8 @@ import threading
 import time
 
 import pytest
+import zmq
+import zmq.asyncio
 
 from penstock.child_setup import decode_setup, encode_setup
 from penstock.config import gather
@@ -15,7 +17,16 @@ from penstock.engine.client import EngineClient, TokenStream
 from penstock.engine.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.memory_plan import MemoryPlan
-from penstock.engine.messages import ArrivedEvents, Events, TokenEvent, TokenLogprob, decode_from_engine, encode
+from penstock.engine.messages import (
+    ArrivedEvents,
+    EngineInfo,
+    Events,
+    Hello,
+    TokenEvent,
+    TokenLogprob,
+    decode_from_engine,
+    encode,
+)
 from penstock.engine.process import EngineProcess
 from penstock.engine.setup import EngineSetup
 from penstock.engine.timeline import Timeline
@@ -26,7 +37,7 @@ from penstock.models.store import ModelFiles
 from penstock.protocol.block_events import BlockChanges, BlockSnapshot
 from penstock.request import FinishReason, SamplingParams
 from tests.fakes.fake_runner import expected_tokens
-from tests.unit.engine.test_scheduler import BLOCK, VOCAB, make_engine
+from tests.unit.engine.test_scheduler import BLOCK, VOCAB, make_engine, submit
 
 SPEC = ModelSpec(
     family="llama", vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=8,
@@ -266,6 +277,27 @@ async def test_a_goodbye_drops_another_clients_requests(client, running, tmp_pat
     await settled(lambda: not running.engine.scheduler.requests)
     assert running.engine.scheduler.cache.pool.num_held == 0
     await other.close()
+
+
+async def test_what_a_client_had_sent_is_dropped_though_it_comes_behind_the_word_that_it_is_gone(
+    client, running, tmp_path
+):
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as killed:
+        killed.setsockopt(zmq.IDENTITY, b"worker-1")
+        killed.connect(f"ipc://{tmp_path / 'engine.sock'}")
+
+        async def say_hello():
+            await killed.send(encode(Hello()))
+            while not isinstance(decode_from_engine(await asyncio.wait_for(killed.recv(), 20)), EngineInfo):
+                pass
+
+        await say_hello()
+        client.say_goodbye(b"worker-1")
+        await collect(ask(client, prompt=(1, 2)))
+        for name in ("a", "b"):
+            await killed.send(encode(submit(name, [1, 2, 3], max_tokens=60, ignore_eos=True)))
+        await say_hello()  # answered behind them
+        assert running.engine.metrics.prompt_tokens == 2
 
 
 async def test_a_prefix_travels_from_one_engine_to_another(client, tmp_path):
