@@ -229,6 +229,7 @@ class EngineClient:
         num_answer_tokens: int = 0,
         call_prompts: list[int] | None = None,
         call_answers: int = 1,
+        follows: str | None = None,
     ) -> TokenStream:
         """Send a request. Raises EngineUnavailable while there is no engine to take it."""
         if not self.connected:
@@ -255,6 +256,7 @@ class EngineClient:
                 num_answer_tokens=num_answer_tokens,
                 call_prompts=call_prompts,
                 call_answers=call_answers,
+                follows=follows,
             )
         )
         return stream
@@ -263,6 +265,11 @@ class EngineClient:
         """Stop a request that still runs."""
         if request_id in self._streams and self.connected:
             self._send(Abort([request_id], reason))
+
+    def leave_call(self, first: str) -> None:
+        """Tell the engine that no more requests follow this one, whether or not it still runs."""
+        if self.connected:
+            self._send(Abort([first]))
 
     async def export_prefix(
         self, tokens: list[int], *, request_id: str, tenant: str = "", adapter: str = "", num_public_tokens: int = 0

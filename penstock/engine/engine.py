@@ -62,14 +62,16 @@ class Engine:
     def abort(
         self, client: bytes, request_ids: list[str], reason: FinishReason = FinishReason.ABORT
     ) -> list[Addressed]:
-        """End these requests, if they still run."""
+        """End these requests, if they still run, and wait for no more of the calls that they stand for."""
+        for name in request_ids:
+            self.scheduler.entrance.forget_call(client, name)
         numbers = [self._numbers[client, name] for name in request_ids if (client, name) in self._numbers]
         ended = [self.scheduler.abort(number, reason) for number in numbers]
         return self._forget_finished([event for event in ended if event is not None])
 
     def drop_client(self, client: bytes) -> None:
         """End every request of a client that is gone; nobody is left to hear of it."""
-        self.scheduler.forget_client(client)
+        self.scheduler.entrance.forget_client(client)
         self.abort(client, [name for owner, name in self._numbers if owner == client])
 
     def step(self) -> list[Addressed]:

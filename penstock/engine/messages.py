@@ -34,13 +34,17 @@ class Submit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     tier: Tier = Tier.ONLINE
     num_answer_tokens: int = 0  # trailing tokens of the prompt that are the beginning of an answer given elsewhere
     # Of a call with several answers the first request stands for all: the lengths of its prompts, each of which gets
-    # equally many. The others have none, and are taken with it. None: there is no other.
+    # equally many. The others name it, and are taken with it. Requests of other calls may come in between.
     call_prompts: list[int] | None = None
     call_answers: int = 1  # with call_prompts: how many answers the call has
+    follows: str | None = None  # the first request of its call, where it is another
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """Stop these requests; each still ends with an event, unless it had ended."""
+    """Stop these requests; each still ends with an event, unless it had ended.
+
+    Of a call whose first request is among them nothing more comes.
+    """
 
     request_ids: list[str]
     reason: FinishReason = FinishReason.ABORT  # STOP where the client found a stop string in the text

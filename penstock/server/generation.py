@@ -113,6 +113,7 @@ async def begin_answer(
     ends_itself = params.max_tokens is None and caller.terms.limits.longest_context is None
     charge = await _admit(context, caller, record, terms, need)
     choices: list[Choice] = []
+    first: str | None = None  # the request that stands for all
     num_ended = len(begun.ended) if begun is not None else 0
     try:
         for prompt, most in zip(prompts, most_tokens, strict=True):
@@ -126,7 +127,6 @@ async def begin_answer(
                 if begun is not None and index in begun.ended:
                     choices.append(_ended_choice(index, prompt, assembler, most))
                     continue
-                is_first = all(choice.is_from_elsewhere for choice in choices)
                 # A prompt's scores are the same for all its choices: the first that shows them has them found.
                 shown = None if so_far else scores
                 finds = shown is not None and shown.is_found_by(index)
@@ -138,10 +138,11 @@ async def begin_answer(
                 )
                 if index or terms.tier is Tier.BATCH:
                     await _take_turn(context, len(prompt.token_ids) + len(so_far))
+                request_id = f"{record.completion_id}-{index}"
                 stream = context.engine.submit(
                     prompt=prompt.token_ids + so_far if so_far else prompt.token_ids,
                     params=own,
-                    request_id=f"{record.completion_id}-{index}",
+                    request_id=request_id,
                     arrival=record.arrival,
                     tenant=caller.tenant,
                     num_public_tokens=num_public_tokens,
@@ -154,13 +155,14 @@ async def begin_answer(
                     has_moved=terms.has_moved,
                     tier=terms.tier,
                     num_answer_tokens=len(so_far),
-                    call_prompts=_call_prompts(is_first, prompts, num_choices, begun),
-                    call_answers=need.num_answers - num_ended if is_first else 1,
+                    call_prompts=_call_prompts(prompts, num_choices, begun) if first is None else None,
+                    call_answers=need.num_answers - num_ended if first is None else 1,
+                    follows=first,
                 )
+                first = first or request_id
                 choices.append(Choice(index, prompt, stream, assembler, shown, only_scores_prompt=only_scores_prompt))
     except BaseException as error:
-        for choice in choices:
-            choice.abort()
+        _take_back(context, choices, first)
         await _close_charge(charge, terms, record, error)
         raise
     record.num_choices = len(choices)
@@ -221,12 +223,18 @@ async def _close_charge(charge: Charge, terms: Terms, record: RequestRecord, err
         await charge.closed(record)
 
 
-def _call_prompts(is_first: bool, prompts: list[Prompt], num_choices: int, begun: Begun | None) -> list[int] | None:
-    """What the engine is told of the call that a request belongs to: its first answer's request stands for all."""
+def _take_back(context: ServerContext, choices: list[Choice], first: str | None) -> None:
+    """Stop the requests of a call that cannot be sent as a whole."""
+    for choice in choices:
+        choice.abort()
+    if first is not None:
+        context.engine.leave_call(first)
+
+
+def _call_prompts(prompts: list[Prompt], num_choices: int, begun: Begun | None) -> list[int] | None:
+    """What the first request of a call tells the engine of all; None where there is no other."""
     if len(prompts) * num_choices == 1:
         return None
-    if not is_first:
-        return []
     lengths = [len(prompt.token_ids) for prompt in prompts]
     if begun is None:
         return lengths

@@ -37,6 +37,7 @@ class Submitted:
     num_answer_tokens: int = 0
     call_prompts: list[int] | None = None
     call_answers: int = 1
+    follows: str | None = None
 
 
 @dataclass
@@ -121,6 +122,7 @@ class FakeEngine:
         self.script = script or (lambda request: self.say(request, "Hello, wörld! 🙂"))
         self.submitted: list[Submitted] = []
         self.aborted: list[str] = []
+        self.left_calls: list[str] = []
         self.connected = True
         self.on_blocks: Callable[[BlockSnapshot | BlockChanges | None], None] | None = None
         self.is_watched = False
@@ -159,6 +161,7 @@ class FakeEngine:
         num_answer_tokens: int = 0,
         call_prompts: list[int] | None = None,
         call_answers: int = 1,
+        follows: str | None = None,
         **terms: Any,
     ) -> FakeStream:
         if not self.connected:
@@ -175,9 +178,13 @@ class FakeEngine:
             num_answer_tokens,
             call_prompts,
             call_answers,
+            follows,
         )
         self.submitted.append(request)
         return FakeStream(request, self.script(request), self.aborted.append)
+
+    def leave_call(self, first: str) -> None:
+        self.left_calls.append(first)
 
     def watch_blocks(self) -> None:
         self.is_watched = True

@@ -95,7 +95,7 @@ class Comers:
 
     def note(self, request: RequestState) -> None:
         """A request was taken in."""
-        if request.follows_call:  # another stands for it
+        if request.follows is not None:  # another stands for it
             return
         self._forget_old()
         now, key = self._clock(), (request.tenant, request.level)

@@ -63,7 +63,11 @@ class Entrance:
 
     def forget_client(self, client: bytes) -> None:
         """Keep no places for what a client has not sent: it is gone."""
-        self._calls.forget(client)
+        self._calls.forget_client(client)
+
+    def forget_call(self, client: bytes, first: str) -> None:
+        """Keep no places for the rest of the call that this request stands for, where it stands for one."""
+        self._calls.forget(client, first)
 
     def load(self, request: RequestState | None = None) -> Load:
         """What the engine has taken on, as the request finds it."""

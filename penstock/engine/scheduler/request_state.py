@@ -80,7 +80,7 @@ class RequestState:
     has_moved: bool = False  # its answer began elsewhere
     has_lost_pace: bool = False  # a time per token that was promised there cannot be kept here
     num_moved_tokens: int = 0  # of the answer, drawn there
-    follows_call: bool = False  # another request stands for it
+    follows: str | None = None  # the client's name for the request that stands for it, where it is another
     call_answers: int = 1  # of the call that it stands for
 
     computed: int = 0  # leading tokens whose KV is computed, or will be by the steps already launched

@@ -84,7 +84,7 @@ class Scheduler:
         )
         self.running = self.placement.running  # best first
         self.waiting = self.placement.waiting
-        self._entrance = Entrance(
+        self.entrance = Entrance(
             self.placement, foresight, max_running=config.max_running, max_waiting=config.max_waiting, clock=clock
         )
         self._drafter = drafter
@@ -108,7 +108,7 @@ class Scheduler:
         check_submit(submit, max_context_tokens=self.config.max_context_tokens, vocab_size=self.config.vocab_size)
         request = self._open(submit, client)
         try:
-            self._entrance.admit(request)
+            self.entrance.admit(request)
         except PenstockError:
             self.waiting.dismiss(request)
             raise
@@ -160,7 +160,7 @@ class Scheduler:
             target_origins=submit.target_origins,
             has_moved=submit.has_moved,
             num_moved_tokens=submit.num_answer_tokens,
-            follows_call=submit.call_prompts == [],
+            follows=submit.follows,
             call_answers=submit.call_answers,
         )
 
@@ -176,16 +176,12 @@ class Scheduler:
             shared_block_tokens=self.cache.block_tokens if is_shared else None,
         )
 
-    def forget_client(self, client: bytes) -> None:
-        """Nothing more comes from this client; its requests are ended one by one."""
-        self._entrance.forget_client(client)
-
     @property
     def queue_seconds(self) -> float:
         """How long a prompt that comes now waits before it runs, as foreseen; 0 where nothing is."""
         if self._foresight is None:
             return 0.0
-        return self._foresight.admission.queue_seconds(self._entrance.load(), self._clock())
+        return self._foresight.admission.queue_seconds(self.entrance.load(), self._clock())
 
     @property
     def cost_model_error(self) -> float | None:

@@ -30,7 +30,7 @@ from penstock.engine.messages import (
 from penstock.engine.process import EngineProcess
 from penstock.engine.setup import EngineSetup
 from penstock.engine.timeline import Timeline
-from penstock.errors import EngineFailed, EngineUnavailable
+from penstock.errors import EngineFailed, EngineUnavailable, Overloaded
 from penstock.fleet.cached_blocks import CachedBlocks
 from penstock.models.spec import LayerSpec, ModelSpec, RopeSpec
 from penstock.models.store import ModelFiles
@@ -102,11 +102,15 @@ async def client(running, tmp_path):
         yield client
 
 
-def ask(client, name="a", prompt=(1, 2, 3), **params):
+def ask(client, name="a", prompt=(1, 2, 3), terms=None, **params):
     params.setdefault("max_tokens", 8)
     params.setdefault("ignore_eos", True)
     return client.submit(
-        prompt=list(prompt), params=SamplingParams(seed=1, **params), request_id=name, arrival=time.monotonic()
+        prompt=list(prompt),
+        params=SamplingParams(seed=1, **params),
+        request_id=name,
+        arrival=time.monotonic(),
+        **(terms or {}),
     )
 
 
@@ -265,6 +269,16 @@ async def test_a_lost_engine_fails_open_streams_and_a_new_one_is_found(tmp_path)
     finally:
         await client.close()
         second.stop()
+
+
+async def test_a_call_that_is_left_keeps_no_places_though_its_first_answer_has_ended(client):
+    terms = {"call_prompts": [3], "call_answers": client.info.max_open_requests}
+    await collect(ask(client, "a", terms=terms))
+    _, last = await collect(ask(client, "b", terms=terms))
+    assert last.error_code == Overloaded.code
+    client.leave_call("a")
+    _, last = await collect(ask(client, "c", terms=terms))
+    assert last.error_code is None
 
 
 async def test_a_goodbye_drops_another_clients_requests(client, running, tmp_path):

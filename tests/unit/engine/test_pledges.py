@@ -150,11 +150,11 @@ def test_who_comes_again_and_again_from_above_is_counted_on_until_a_prompts_last
 ):
     """A prompt may be alone when it comes and still be passed while it runs, by whole calls."""
     rng, terms = random.Random(0), {"prompt": 2400, "answer": 1, "tenant": "a", "priority": 1}
-    call = [{"call_prompts": [2400], "call_answers": num_answers}, *[{"call_prompts": []}] * (num_answers - 1)]
+    first = {"call_prompts": [2400], "call_answers": num_answers}
     above = [
-        request(f"a{index}-{answer}", every * index, **terms, **share)
+        request(f"a{index}-{answer}", every * index, **terms, **({"follows": f"a{index}-0"} if answer else first))
         for index in range(int(8 / every))
-        for answer, share in enumerate(call)
+        for answer in range(num_answers)
     ]
     alone = prompt * 24e-6 + 0.01
     asked = [
@@ -179,7 +179,7 @@ def test_a_call_counts_on_the_rows_of_those_below_it_as_far_as_there_are_any(num
         engine.submit(request(f"o{index}", prompt=100, answer=400, tenant=f"t{priority}", priority=priority))
     engine.run([], until=0.2)
     terms = {"arrival": engine.clock.now, "tenant": "t1", "priority": 1, "targets": Targets(0.5)}
-    shares = [{"call_prompts": [100], "call_answers": 3}, {"call_prompts": []}, {"call_prompts": []}]
+    shares = [{"call_prompts": [100], "call_answers": 3}, *[{"follows": "c0"}] * 2]
     answers = [
         engine.submit(request(f"c{i}", prompt=100, answer=50, **terms, **share)) for i, share in enumerate(shares)
     ]
@@ -234,7 +234,7 @@ def test_a_call_is_not_told_to_come_back_when_those_below_it_have_ended_and_othe
 
     def ask(name):
         terms = {"prompt": 71, "answer": 1, "tenant": "c", "priority": 1, "targets": Targets(0.2)}
-        shares = [{"call_prompts": [71], "call_answers": 3}, *[{"call_prompts": []}] * 2]
+        shares = [{"call_prompts": [71], "call_answers": 3}, *[{"follows": f"{name}0"}] * 2]
         return [
             engine.submit(request(f"{name}{i}", engine.clock.now, **terms, **share)) for i, share in enumerate(shares)
         ]

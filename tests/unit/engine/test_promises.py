@@ -275,7 +275,7 @@ def test_a_moved_answer_goes_on_where_its_time_per_token_cannot_be_kept_and_that
     pace, terms = Targets(time_per_token_seconds=0.001), [{}]
     if num_answers > 1:
         terms = [{"call_prompts": [100] * num_answers, "call_answers": num_answers}]
-        terms += [{"call_prompts": []}] * (num_answers - 1)
+        terms += [{"follows": "0"}] * (num_answers - 1)
     moved = [
         engine.submit(request(f"{index}", targets=pace, has_moved=True, num_answer_tokens=4, **share))
         for index, share in enumerate(terms)
@@ -289,7 +289,7 @@ def test_a_moved_answer_goes_on_where_its_time_per_token_cannot_be_kept_and_that
 def call(engine, prefix, num_answers, **fields):
     """Send a call of several answers to the same prompt, as a server does."""
     terms = [{"call_prompts": [fields["prompt"]], "call_answers": num_answers}]
-    terms += [{"call_prompts": []}] * (num_answers - 1)
+    terms += [{"follows": f"{prefix}0"}] * (num_answers - 1)
     return [engine.submit(request(f"{prefix}{index}", **share, **fields)) for index, share in enumerate(terms)]
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import InvalidParameter, Overloaded, TargetUnreachable
+from penstock.errors import DeadlineExceeded, InvalidParameter, Overloaded, TargetUnreachable
 from penstock.request import Targets, Tier
 from tests.fakes.virtual_engine import H200_LLAMA_8B, VirtualEngine, request
 
@@ -27,7 +27,7 @@ def call(engine, name, num_answers=1, **fields):
     for index in range(num_answers):
         terms = {}
         if num_answers > 1:
-            terms = {"call_prompts": []} if index else {"call_prompts": [16], "call_answers": num_answers}
+            terms = {"follows": f"{name}-0"} if index else {"call_prompts": [16], "call_answers": num_answers}
         outcome = engine.submit(request(f"{name}-{index}", engine.clock.now, **terms, **fields))
         taken.append(not outcome.refused)
     assert len(set(taken)) == 1, "a call is taken whole or not at all"
@@ -151,3 +151,41 @@ def test_places_of_a_call_that_stopped_coming_are_free_again():
     assert engine.engine.submit(request("b", prompt=1), b"other"), "all places are the call's"
     engine.engine.drop_client(b"gone")
     assert not engine.engine.submit(request("c", prompt=1), b"other")
+
+
+def test_calls_whose_requests_come_in_turn_stay_apart():
+    engine = make()
+    terms = {
+        "taken": {},
+        "hopeless": {"targets": Targets(time_per_token_seconds=1e-6)},
+        "late": {"deadline_seconds": -1.0, "best_effort": True},
+    }
+    for index in range(5):
+        for name, own in terms.items():
+            share = {"follows": f"{name}-0"} if index else {"call_prompts": [16], "call_answers": 5}
+            engine.submit(request(f"{name}-{index}", prompt=16, answer=16, **own, **share))
+        engine.submit(request(f"other-{index}", prompt=16, answer=16))
+
+    def ends(name):
+        return {
+            None if (last := engine.outcomes[f"{name}-{index}"].last) is None else last.error_code for index in range(5)
+        }
+
+    assert [ends(name) for name in (*terms, "other")] == [
+        {None},
+        {TargetUnreachable.code},
+        {DeadlineExceeded.code},
+        {None},
+    ]
+    refused = engine.engine.stats().num_refused
+    assert {reason: count for reason, count in refused.items() if count} == {"unreachable": 1, "deadline": 1}
+
+
+def test_places_of_a_call_that_was_taken_back_are_free_again_though_its_first_answer_has_ended():
+    engine = make(max_running=1, max_waiting=4)
+    first = {"call_prompts": [1], "call_answers": 5}
+    engine.submit(request("a-0", prompt=1, answer=1, **first))
+    engine.run([])
+    assert [call(engine, name).refused for name in "bc"] == [False, True], "four of five places are the call's"
+    engine.engine.abort(b"", ["a-0"])
+    assert not call(engine, "d").refused

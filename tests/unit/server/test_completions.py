@@ -78,10 +78,24 @@ async def test_several_prompts_give_their_choices_in_order(short, prompts):
 
 async def test_the_first_of_several_answers_tells_the_engine_what_all_of_them_need(short):
     await short.complete([[5, 6], [7, 8, 9]], n=2)
-    assert [request.call_prompts for request in short.engine.submitted] == [[2, 3], [], [], []]
+    first = short.engine.submitted[0].request_id
+    assert [request.call_prompts for request in short.engine.submitted] == [[2, 3], None, None, None]
     assert [request.call_answers for request in short.engine.submitted] == [4, 1, 1, 1]
+    assert [request.follows for request in short.engine.submitted] == [None, first, first, first]
+    assert short.engine.left_calls == []
     await short.complete([[5, 6]])
     assert short.engine.submitted[-1].call_prompts is None
+
+
+async def test_of_a_call_that_cannot_be_sent_as_a_whole_the_engine_waits_for_no_more(short):
+    def end_after_two(request):
+        short.engine.connected = len(short.engine.submitted) < 2
+        return short.engine.say(request, ANSWER)
+
+    short.engine.script = end_after_two
+    assert (await short.complete([5, 6], n=4)).status_code == 503
+    assert len(short.engine.aborted) == 2
+    assert short.engine.left_calls == [short.engine.submitted[0].request_id]
 
 
 async def test_echo_puts_the_prompt_before_the_answer(short):
