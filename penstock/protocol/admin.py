@@ -42,7 +42,7 @@ class KeyRequest(AdminModel):
     admin: bool = False
     weight: float = 1.0
     priority: int | None = None
-    models: list[str] | None = Field(None, description="The only models it may use; default: all")
+    models: list[str] | None = Field(None, fail_fast=True, description="The only models it may use; default: all")
     limits: KeyLimits = KeyLimits()
     targets: KeyTargets = KeyTargets()
 

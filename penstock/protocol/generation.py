@@ -10,7 +10,7 @@ import msgspec
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from penstock.errors import InvalidParameter, UnsupportedParameter
-from penstock.protocol.wire import WireModel
+from penstock.protocol.wire import WireModel, at_most
 from penstock.request import NO_TARGETS, SamplingParams, Targets
 
 MAX_CHOICES = 128
@@ -47,21 +47,16 @@ def _stop_list(value: Any) -> Any:
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 StopList = Annotated[
     list[StopText] | None,
-    Field(max_length=MAX_STOPS, description=f"Up to {MAX_STOPS} texts; the answer ends before the first that appears"),
+    Field(
+        max_length=MAX_STOPS,
+        fail_fast=True,
+        description=f"Up to {MAX_STOPS} texts; the answer ends before the first that appears",
+    ),
     BeforeValidator(_stop_list),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}),
 ]
-TokenList = Annotated[list[int] | None, Field(max_length=MAX_TOKEN_LIST)]
-
-
-def _short_map(value: Any) -> Any:
-    # Before its entries are looked at, each of which may be wrong.
-    if isinstance(value, dict) and len(value) > MAX_TOKEN_LIST:
-        raise ValueError(f"give at most {MAX_TOKEN_LIST} entries")
-    return value
-
-
-BiasMap = Annotated[dict[str, float] | None, BeforeValidator(_short_map)]
+TokenList = Annotated[list[int] | None, Field(max_length=MAX_TOKEN_LIST, fail_fast=True)]
+BiasMap = Annotated[dict[str, float] | None, at_most(MAX_TOKEN_LIST)]
 
 
 class ContinueFrom(WireModel):
@@ -69,10 +64,15 @@ class ContinueFrom(WireModel):
 
     id: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="The id of the chunks already sent")
     created: int = Field(ge=0, le=2**53, description="Their time")
-    token_ids: list[list[int]] = Field(
-        min_length=1, max_length=MAX_CONTINUED, description="The tokens they told, all of them, for each choice"
+    token_ids: list[Annotated[list[int], Field(fail_fast=True)]] = Field(
+        min_length=1,
+        max_length=MAX_CONTINUED,
+        fail_fast=True,
+        description="The tokens they told, all of them, for each choice",
     )
-    ended: list[int] | None = Field(None, description="The choices that had ended, by index")
+    ended: list[int] | None = Field(
+        None, max_length=MAX_CONTINUED, fail_fast=True, description="The choices that had ended, by index"
+    )
 
 
 class GenerationRequest(WireModel):

@@ -4,9 +4,11 @@ from typing import Annotated
 
 from pydantic import Field
 
+from penstock.protocol.wire import at_most
+
 MAX_LABELS = 16
 
 _LabelName = Annotated[str, Field(max_length=64)]
 _LabelText = Annotated[str, Field(max_length=512)]
 
-Labels = Annotated[dict[_LabelName, _LabelText], Field(max_length=MAX_LABELS)]
+Labels = Annotated[dict[_LabelName, _LabelText], Field(max_length=MAX_LABELS), at_most(MAX_LABELS)]

@@ -51,7 +51,8 @@ def _are_token_ids(value: Any) -> bool:
 
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer"}}
 PromptList = Annotated[
-    list[str | list[int]],
+    list[str | Annotated[list[int], Field(fail_fast=True)]],
+    Field(fail_fast=True),
     BeforeValidator(_prompt_list),
     WithJsonSchema(
         {

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails, from_json
 
 from penstock.errors import InvalidParameter, MalformedBody, RequestError, UnsupportedParameter, as_json
@@ -49,6 +49,17 @@ class WireModel(BaseModel):
                 f"give an object of at most {len(cls.model_fields)} fields; see {cls.GUIDE} for those that exist"
             )
         return fields
+
+
+def at_most(num_entries: int) -> BeforeValidator:
+    """Bound a mapping before its entries are looked at, each of which may be wrong. Lists have `fail_fast` for that."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > num_entries:
+            raise ValueError(f"give at most {num_entries} entries")
+        return value
+
+    return BeforeValidator(check)
 
 
 _ADVICE: Mapping[type, str] = MappingProxyType(
@@ -124,15 +135,25 @@ def _count(body: bytes, mark: bytes) -> int:
 
 def refuse_nul(value: object, location: tuple[int | str, ...]) -> None:
     """Refuse the character that ends texts elsewhere: tokenizers, templates and logs read it each in its own way."""
+    found = _find_nul(value)
+    if found is not None:
+        place, text = found
+        raise InvalidParameter(_dotted((*location, *place)), text, "send texts without NUL characters")
+
+
+def _find_nul(value: object) -> tuple[tuple[int | str, ...], str] | None:
+    """Return the place and the text of the first NUL. The place is put together on the way back, for that one alone."""
     if isinstance(value, str):
-        if "\0" in value:
-            raise InvalidParameter(_dotted(location), value, "send texts without NUL characters")
-        return
+        return ((), value) if "\0" in value else None
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, part in parts:
-        if isinstance(name, str):
-            refuse_nul(name, location)
-        refuse_nul(part, (*location, name))
+        if isinstance(name, str) and "\0" in name:
+            return (), name
+        # Of what holds no text, token ids may be many.
+        if type(part) is not int and (found := _find_nul(part)) is not None:
+            place, text = found
+            return (name, *place), text
+    return None
 
 
 def _unknown_parameter(param: str, guide: str) -> RequestError:

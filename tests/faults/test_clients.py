@@ -138,6 +138,10 @@ HOSTILE = {
     "NUL in the model": with_field('"model": "tiny\\u0000"'),
     "deep lists": with_field('"prompt": ' + "[" * 10_000 + "]" * 10_000),
     "deep objects": with_field('"metadata": ' + '{"a":' * 10_000 + "1" + "}" * 10_000),
+    "NUL beside deep lists": with_field('"user": "\\u0000", "prompt": ' + "[" * 190 + "1," * 45_000 + "1" + "]" * 190),
+    "wrong entries": with_field(
+        '"continue_from": {"id": "a", "created": 0, "token_ids": [[1]], "ended": [' + '"",' * 30_000 + '""]}'
+    ),
     "n of 2**31": with_field(f'"n": {2**31}'),
     "n of 10**400": with_field(f'"n": 1{"0" * 400}'),
     "id out of the vocabulary": with_field('"prompt": [512]'),

@@ -1,19 +1,24 @@
 """Requests as bytes: closed, strict, and refused with the parameter's place."""
 
 import contextlib
+import importlib
 import json
+import pkgutil
+import re
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from penstock import protocol
 from penstock.errors import InvalidParameter, MalformedBody, RequestError, UnsupportedParameter
 from penstock.protocol import wire
 from penstock.protocol.openai_chat import ChatRequest
 from penstock.protocol.openai_completions import CompletionRequest
 from penstock.protocol.tokenize import DetokenizeRequest, TokenizeRequest
-from penstock.protocol.wire import most_entries, parse_request
+from penstock.protocol.wire import WireModel, most_entries, parse_request
 
 USER = {"role": "user", "content": "x"}
 
@@ -119,6 +124,24 @@ def test_a_refusal_shows_the_value_as_json_and_says_what_would_be_right(fields, 
     assert sentence in str(refused.value)
 
 
+def test_the_place_of_a_nul_is_told_however_deep_it_is():
+    deep = "a\0"
+    for _ in range(3):
+        deep = {"x": [1, deep]}
+    with pytest.raises(InvalidParameter, match=re.escape("stop.x[1].x[1].x[1]: ")):
+        chat(stop=deep)
+
+
+def test_the_search_for_nul_calls_nothing_for_each_token_id():
+    calls = []
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        wire.refuse_nul({"prompt": [1] * 1000}, ())
+    finally:
+        sys.setprofile(None)
+    assert 0 < len(calls) < 10
+
+
 def test_a_text_that_tells_of_nul_is_one_like_others():
     assert chat(stop="\\u0000").stop == ["\\u0000"]
 
@@ -186,6 +209,7 @@ PARTS = [{"type": "text", "text": ""}] * 8193
         (ChatRequest, {"messages": [FIELDS]}, "messages[0]"),
         (ChatRequest, {"messages": [USER], "stream_options": FIELDS}, "stream_options"),
         (ChatRequest, {"messages": [USER], "logit_bias": FIELDS}, "logit_bias"),
+        (ChatRequest, {"messages": [USER], "metadata": FIELDS}, "metadata"),
         (CompletionRequest, {"prompt": [[1]] * 129}, "prompt"),
         (DetokenizeRequest, {"tokens": [{}] * 10_000}, "tokens[0]"),
     ],
@@ -201,6 +225,31 @@ def test_a_long_list_of_mistakes_is_reported_as_one(kind, fields, param):
     except ValidationError as error:
         errors = error.error_count()
     assert 1 <= errors <= 2
+
+
+def request_models(kind=WireModel):
+    """Return all models of requests and of their parts."""
+    for module in pkgutil.iter_modules(protocol.__path__, f"{protocol.__name__}."):
+        importlib.import_module(module.name)
+    return [kind, *(model for below in kind.__subclasses__() for model in request_models(below))]
+
+
+WRONG = object()
+CROWDS = {
+    "list": [WRONG] * 5000,
+    "list of lists": [[WRONG] * 5000],
+    "mapping": dict.fromkeys(map(str, range(5000)), WRONG),
+}
+
+
+@pytest.mark.parametrize("crowd", CROWDS.values(), ids=CROWDS)
+@pytest.mark.parametrize("kind", request_models(), ids=lambda kind: kind.__name__)
+def test_no_field_of_any_request_reports_a_crowd_of_mistakes_one_by_one(kind, crowd):
+    for name in kind.model_fields:
+        with pytest.raises(ValidationError) as refused:
+            kind.model_validate({name: crowd})
+        reported = [mistake["loc"] for mistake in refused.value.errors() if mistake["loc"][0] == name]
+        assert len(reported) == 1, reported[:3]
 
 
 def test_a_large_wrong_value_is_shown_by_its_beginning_only():
