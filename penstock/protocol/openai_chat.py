@@ -19,6 +19,7 @@ from penstock.request import MAX_COUNT, MAX_LOGPROBS
 
 MAX_MESSAGES = 8192
 MAX_PARTS = 8192  # of a message
+MAX_NAME_CHARACTERS = 64
 
 # ---------------------------------------------------------------- request
 
@@ -52,13 +53,16 @@ MessageContent = Annotated[
 ]
 
 
+MessageName = Annotated[str | None, Field(max_length=MAX_NAME_CHARACTERS)]
+
+
 class ChatMessage(WireModel):
     """One turn. Text parts are joined by line breaks."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: MessageContent
-    name: str | None = None
-    tool_call_id: str | None = None
+    name: MessageName = None
+    tool_call_id: MessageName = None
 
     @model_validator(mode="before")
     @classmethod
@@ -71,6 +75,10 @@ class ChatMessage(WireModel):
             if message.get(extra):
                 raise ValueError(f"{extra} in a message is not supported; leave it out")
         return {name: value for name, value in message.items() if name not in extras}
+
+    @property
+    def num_characters(self) -> int:
+        return len(self.content) + len(self.name or "") + len(self.tool_call_id or "")
 
     def for_template(self) -> dict[str, str]:
         fields = {"role": self.role, "content": self.content, "name": self.name, "tool_call_id": self.tool_call_id}

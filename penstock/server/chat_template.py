@@ -22,7 +22,7 @@ from penstock.server.tenant_lines import TenantLines
 RENDER_SECONDS = 5.0
 START_SECONDS = 30.0
 MAX_PROMPT_CHARACTERS = 16 * 1024**2
-# From here on a conversation is a long one, counting so much for each message beside its text.
+# From here on a conversation is a long one, counting so much for each message beside its texts.
 LONG_CHARACTERS = 32 * 1024
 MESSAGE_CHARACTERS = 64
 
@@ -63,7 +63,7 @@ class ChatTemplate:
         """Return the prompt's text. Raises TemplateFailed, with the template's words, or as `TenantLines.run`."""
         if not self._knows_developer:
             messages = [_as_system(message) for message in messages]
-        size = sum(len(message.get("content", "")) + MESSAGE_CHARACTERS for message in messages)
+        size = sum(sum(map(len, message.values())) + MESSAGE_CHARACTERS for message in messages)
         renderer = self._long if size > LONG_CHARACTERS else self._short
         return await renderer.render(messages, size, claim)
 

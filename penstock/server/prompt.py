@@ -45,7 +45,7 @@ def _likely_tokens(prompt: str | list[int] | ChatMessage) -> int:
         return len(prompt)
     if isinstance(prompt, str):
         return 1 + len(prompt) // _LIKELY_CHARACTERS_PER_TOKEN
-    return _LIKELY_MESSAGE_TOKENS + len(prompt.content or "") // _LIKELY_CHARACTERS_PER_TOKEN
+    return _LIKELY_MESSAGE_TOKENS + prompt.num_characters // _LIKELY_CHARACTERS_PER_TOKEN
 
 
 async def chat_prompt(context: ServerContext, messages: list[ChatMessage], info: EngineInfo, claim: Claim) -> Prompt:

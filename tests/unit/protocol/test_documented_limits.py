@@ -16,7 +16,7 @@ from penstock.protocol.generation import (
 )
 from penstock.protocol.labels import MAX_LABELS
 from penstock.protocol.openai_batches import MAX_CUSTOM_ID_CHARACTERS, MAX_LINES
-from penstock.protocol.openai_chat import MAX_MESSAGES, MAX_PARTS, ChatRequest
+from penstock.protocol.openai_chat import MAX_MESSAGES, MAX_NAME_CHARACTERS, MAX_PARTS, ChatRequest
 from penstock.protocol.openai_completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from penstock.protocol.wire import MAX_ENTRIES
 from penstock.request import MAX_COUNT, MAX_LOGPROBS, MAX_PRIORITY
@@ -52,6 +52,7 @@ def test_every_parameter_has_a_row(kind):
     [
         ("messages", MAX_MESSAGES),
         ("messages", MAX_PARTS),
+        ("messages", MAX_NAME_CHARACTERS),
         ("prompt", MAX_CHOICES),
         ("n", MAX_CHOICES),
         ("max_tokens", DEFAULT_MAX_TOKENS),

@@ -62,6 +62,14 @@ def test_text_parts_are_joined_by_line_breaks():
     assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == "a\nb"
 
 
+@pytest.mark.parametrize("field", ["name", "tool_call_id"])
+def test_names_in_a_message_are_short(field):
+    message = chat(messages=[{**USER, field: "é" * 64}]).messages[0]
+    assert message.num_characters == len(USER["content"]) + 64
+    with pytest.raises(InvalidParameter, match=rf"messages\[0\].{field}: .* give at most 64 characters"):
+        chat(messages=[{**USER, field: "n" * 65}])
+
+
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],

@@ -9,7 +9,7 @@ import uvloop
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from penstock.errors import DeadlineExceeded, TemplateFailed
-from penstock.server.chat_template import ChatTemplate
+from penstock.server.chat_template import LONG_CHARACTERS, ChatTemplate
 from penstock.server.claim import Claim
 from tests.fakes.tiny_tokenizer import TEMPLATE
 
@@ -220,6 +220,17 @@ async def test_a_short_conversation_does_not_wait_for_a_long_one(make):
     long = asyncio.create_task(template.render([message] * 1001))
     await asyncio.sleep(0)
     assert await template.render([message]) == "done"
+    assert not long.done()
+    with pytest.raises(TemplateFailed):
+        await long
+
+
+async def test_all_texts_of_a_message_count_for_how_long_a_conversation_is(make):
+    template = make(SLOW_WHEN_LONG.replace("messages |", "messages[0].name |"), render_seconds=1.0)
+    await template.start()
+    long = asyncio.create_task(template.render([{"role": "user", "content": "", "name": "n" * LONG_CHARACTERS}]))
+    await asyncio.sleep(0)
+    assert await template.render([{"role": "user", "content": ""}]) == "done"
     assert not long.done()
     with pytest.raises(TemplateFailed):
         await long
