@@ -45,13 +45,18 @@ def create_app(context: ServerContext) -> FastAPI:
 
 
 def create_admin_app(context: ServerContext, *, needs_key: bool) -> FastAPI:
-    """Return the app of the admin socket. Without `needs_key`, who can open the socket may do everything there."""
+    """Return the app of the admin socket. Without `needs_key`, who can open the socket may do everything there.
+
+    With it nobody gets in before there is a key.
+    """
     endpoints = [endpoint for module in ADMIN_ROUTES for endpoint in module.endpoints(context)]
     keys = context.tenancy.ring if needs_key else KeyRing(())
-    return _assemble(context, endpoints, keys, guide="/openapi.json")
+    return _assemble(context, endpoints, keys, guide="/openapi.json", needs_key=needs_key)
 
 
-def _assemble(context: ServerContext, endpoints: list[Endpoint], keys: KeyRing, *, guide: str) -> FastAPI:
+def _assemble(
+    context: ServerContext, endpoints: list[Endpoint], keys: KeyRing, *, guide: str, needs_key: bool = False
+) -> FastAPI:
     """Return an app of these endpoints. `guide` is the path where callers can read what there is."""
     endpoints += document.endpoints(list(endpoints))
     app = FastAPI(
@@ -60,7 +65,7 @@ def _assemble(context: ServerContext, endpoints: list[Endpoint], keys: KeyRing, 
     for endpoint in endpoints:
         app.add_api_route(
             endpoint.path,
-            GuardedHandler(endpoint, keys, context.tenancy.fleet_secret),
+            GuardedHandler(endpoint, keys, context.tenancy.fleet_secret, needs_key=needs_key),
             methods=["GET", "HEAD"] if endpoint.method == "GET" else [endpoint.method],
             response_model=None,
             name=endpoint.path,

@@ -56,11 +56,14 @@ class Endpoint:
 class GuardedHandler:
     """A route's handler behind its access check."""
 
-    def __init__(self, endpoint: Endpoint, keys: KeyRing, fleet_secret: str | None = None) -> None:
-        """Without the secret no gateway can vouch for anything."""
+    def __init__(
+        self, endpoint: Endpoint, keys: KeyRing, fleet_secret: str | None = None, *, needs_key: bool = False
+    ) -> None:
+        """Without the secret no gateway can vouch for anything. With `needs_key` it is never open, unless public."""
         self.endpoint = endpoint
         self._keys = keys
         self._fleet_secret = fleet_secret
+        self._needs_key = needs_key
 
     async def __call__(self, request: Request) -> Response:
         record = record_of(request)
@@ -68,7 +71,8 @@ class GuardedHandler:
         if self.endpoint.access is not Access.PUBLIC:
             if self._keys.is_open:
                 check_open_call(request.method, request.headers, _own_address(request))
-            caller = self._vouched(self._keys.identify(request.headers.get("authorization")), request)
+            known = self._keys.identify(request.headers.get("authorization"), needs_key=self._needs_key)
+            caller = self._vouched(known, request)
             if SHADOW_HEADER in request.headers:
                 caller = _as_shadow(caller)
             record.tenant = caller.tenant

@@ -21,6 +21,10 @@ from penstock.tenants import OPEN_TENANT, ApiKey, Caller, KeyTerms, check_name, 
 _EXAMPLE = '[[keys]] with name = "alice" and sha256 = the output of: printf %s "$KEY" | sha256sum'
 # By so much of their digest keys are looked up; who guesses digests learns nothing of a key from the time it takes.
 _PREFIX_BYTES = 8
+_NO_KEY_YET = (
+    "an admin key is needed here, and there is no key yet: make one with 'penstock keys create NAME --admin', "
+    "or on a Unix socket, where none is needed"
+)
 _ANYONE = Caller(OPEN_TENANT, KeyTerms(admin=True))
 
 
@@ -55,9 +59,11 @@ class KeyRing:
                     return caller
         return None
 
-    def identify(self, authorization: str | None) -> Caller:
-        """Return who sent this Authorization header. Raises NotAuthenticated."""
+    def identify(self, authorization: str | None, *, needs_key: bool = False) -> Caller:
+        """Return who sent this Authorization header. Raises NotAuthenticated, with `needs_key` while open too."""
         if self.is_open:
+            if needs_key:
+                raise NotAuthenticated(_NO_KEY_YET)
             return _ANYONE
         scheme, _, secret = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not secret.strip():

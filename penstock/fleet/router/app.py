@@ -124,7 +124,8 @@ def create_admin_app(context: GatewayContext, *, needs_key: bool) -> web.Applica
     app = _bare_app(context)
     routes = _Routes(context)
     for route in _admin_routes(context):
-        _add_route(app, route.method, route.path, routes.admin_only(route.answer) if needs_key else route.answer)
+        answer = routes.admin_only(route.answer, needs_keys=True) if needs_key else route.answer
+        _add_route(app, route.method, route.path, answer)
     return app
 
 
@@ -251,7 +252,9 @@ class _Routes:
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             if needs_keys and self._context.ring.is_open:
-                raise RouteNotFound("without API keys the admin routes are on the admin socket only")
+                raise RouteNotFound(
+                    "without API keys the admin routes are on a Unix socket only: --admin-listen unix:PATH"
+                )
             if not self._identify(request).terms.admin:
                 raise NotPermitted("this route needs an API key with admin = true")
             return await handler(request)

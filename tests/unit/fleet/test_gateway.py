@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import re
+import socket
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.errors import Overloaded
 from penstock.fleet.adapters.interface import ServedModel
 from penstock.fleet.config import FleetConfig, ModelSection, ReplicaEntry
+from penstock.fleet.gateway import Gateway
 from penstock.fleet.replica import ReplicaPool
 from penstock.fleet.router import proxy
 from penstock.fleet.router.dispatch import Dispatcher, Wish
@@ -744,6 +746,21 @@ async def admin_gateway():
     async with running_gateway(ring=KeyRing((key,), needs_keys=True)) as running:
         running.client.headers["authorization"] = "Bearer boss"
         yield running
+
+
+@pytest.mark.parametrize(("family", "status"), [(socket.AF_INET, 404), (socket.AF_UNIX, 200)])
+async def test_without_keys_the_admin_routes_are_on_a_unix_socket_only(tmp_path, family, status):
+    admin = socket.socket(family)
+    admin.bind(("127.0.0.1", 0) if family == socket.AF_INET else str(tmp_path / "admin.sock"))
+    connector = aiohttp.UnixConnector(admin.getsockname()) if family == socket.AF_UNIX else None
+    url = "http://admin" if connector else f"http://127.0.0.1:{admin.getsockname()[1]}"
+    gateway = Gateway(QUICK)
+    await gateway.start(socket.create_server(("127.0.0.1", 0)), admin, drain_seconds=0.5)
+    try:
+        async with aiohttp.ClientSession(connector=connector) as client:
+            assert (await client.get(f"{url}/admin/replicas")).status == status
+    finally:
+        await gateway.stop()
 
 
 async def test_without_keys_the_public_port_has_no_admin_routes():

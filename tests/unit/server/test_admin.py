@@ -218,6 +218,21 @@ async def test_on_a_port_the_admin_routes_need_an_admin_key(tmp_path):
         assert (await admin.get("/admin/usage", headers=ADMIN)).status_code == 200
 
 
+async def test_on_a_port_the_admin_routes_are_closed_while_there_is_no_key(service, admin):
+    async with admin_of(service, needs_key=True) as port:
+        assert (await port.get("/openapi.json")).status_code == 200
+        for headers in ({}, ADMIN):
+            refused = await port.post("/admin/keys", json={"name": "mallory", "admin": True}, headers=headers)
+            assert refused.status_code == 401
+            assert "penstock keys create NAME --admin" in refused.json()["error"]["message"]
+        assert (await port.get("/admin/usage")).status_code == 401
+        assert (await service.client.get("/v1/models")).status_code == 200
+        secret = (await admin.post("/admin/keys", json={"name": "root", "admin": True})).json()["secret"]
+        await followed(service, "anything", 401)
+        answer = await port.get("/admin/keys", headers={"authorization": f"Bearer {secret}"})
+        assert [key["name"] for key in answer.json()["data"]] == ["root"]
+
+
 async def test_keys_of_a_file_are_changed_in_the_file(tmp_path):
     file = keys_file(tmp_path)
     store = str(tmp_path / "s.db")
