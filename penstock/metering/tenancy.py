@@ -5,6 +5,7 @@ Opened before it serves and closed behind its last request. Knows nothing of HTT
 
 import asyncio
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from penstock.errors import StoreUnavailable
@@ -50,6 +51,8 @@ class Tenancy:
             metrics, thread=self._thread, look_thread=self._look_thread, quotas=quotas, books=self._books
         )
         self._source = _key_source(settings, database)
+        # No tenant's work waits here, so that a key is revoked in time whatever tenants do.
+        self.key_thread = ThreadPoolExecutor(1, "penstock-keys")
         self._needs_keys = settings.needs_keys
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -71,7 +74,7 @@ class Tenancy:
     def start(self) -> None:
         """Begin to follow the keys and to keep leases."""
         if self._source is not None:
-            watcher = KeyWatcher(self.ring, self._source, needs_keys=self._needs_keys)
+            watcher = KeyWatcher(self.ring, self._source, needs_keys=self._needs_keys, thread=self.key_thread)
             self._tasks.append(asyncio.create_task(watcher.run()))
         self._tasks.append(asyncio.create_task(self._keep_leases()))
 
@@ -84,6 +87,7 @@ class Tenancy:
             await self._books.close()
         self._thread.shutdown()
         self._look_thread.shutdown()
+        self.key_thread.shutdown()
         if self.database is not None:
             self.database.close()
 

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from penstock.errors import TemplateFailed
@@ -73,12 +74,13 @@ class ChatTemplate:
 
 
 class _Renderer:
-    """One process, and the lines before it."""
+    """One process, the lines before it, and a thread for its long frames, which waits for nothing else."""
 
     def __init__(self, setup: dict[str, Any], render_seconds: float) -> None:
         self._setup = setup
         self._render_seconds = render_seconds
         self._lines = TenantLines()
+        self._thread = ThreadPoolExecutor(1, "penstock-template")
         self._process: asyncio.subprocess.Process | None = None
         self._invalid: dict[str, Any] | None = None  # what the process said of a template that does not compile
 
@@ -102,7 +104,8 @@ class _Renderer:
         document = {"messages": messages}
         async with self._limits():
             if size > LONG_CHARACTERS:
-                return await self._insist(await asyncio.to_thread(encode_frame, document))
+                encoded = asyncio.get_running_loop().run_in_executor(self._thread, encode_frame, document)
+                return await self._insist(await encoded)
             return await self._insist(encode_frame(document))
 
     async def _insist(self, request: bytes) -> dict[str, Any]:
@@ -120,7 +123,7 @@ class _Renderer:
     async def _ask(self, request: bytes) -> dict[str, Any]:
         process = await self._started()
         async with asyncio.timeout(self._render_seconds):
-            return await _exchange(process, request)
+            return await _exchange(process, request, self._thread)
 
     @contextlib.asynccontextmanager
     async def _limits(self) -> AsyncIterator[None]:
@@ -145,6 +148,7 @@ class _Renderer:
 
     async def close(self) -> None:
         await self._lines.run(_NOBODY, 0, self._kill)
+        self._thread.shutdown()
 
     async def _started(self) -> asyncio.subprocess.Process:
         if self._invalid is not None:
@@ -158,7 +162,7 @@ class _Renderer:
                 start_new_session=True,  # signals meant for the server's group must not end it mid-way
             )
             async with asyncio.timeout(START_SECONDS):
-                answer = await _exchange(self._process, encode_frame(self._setup))
+                answer = await _exchange(self._process, encode_frame(self._setup), self._thread)
             if "error" in answer:
                 self._invalid = answer
                 await self._kill()
@@ -183,7 +187,7 @@ def _as_system(message: dict[str, str]) -> dict[str, str]:
     return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
-async def _exchange(process: asyncio.subprocess.Process, frame: bytes) -> dict[str, Any]:
+async def _exchange(process: asyncio.subprocess.Process, frame: bytes, thread: Executor) -> dict[str, Any]:
     """Send one frame and return the answer to it."""
     assert process.stdin is not None
     assert process.stdout is not None
@@ -195,7 +199,9 @@ async def _exchange(process: asyncio.subprocess.Process, frame: bytes) -> dict[s
     if length > MAX_FRAME_BYTES:
         raise ConnectionError
     answer = await process.stdout.readexactly(length)
-    return await asyncio.to_thread(decode_document, answer) if length > LONG_CHARACTERS else decode_document(answer)
+    if length > LONG_CHARACTERS:
+        return await asyncio.get_running_loop().run_in_executor(thread, decode_document, answer)
+    return decode_document(answer)
 
 
 def _failure(answer: dict[str, Any]) -> TemplateFailed:

@@ -73,7 +73,8 @@ class TenantLines:
         line = self._lines.setdefault(owner, _Line(level))
         if len(line.waiting) >= MAX_WAITING or (line.size and line.size + size > MAX_WAITING_SIZE):
             raise Overloaded(
-                "too many of your requests wait for their prompts to be made", retry_after_seconds=self._wait_seconds()
+                "too many of your requests wait to be read, or for their prompts to be made",
+                retry_after_seconds=self._wait_seconds(),
             )
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         place = (turn, size)

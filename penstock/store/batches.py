@@ -68,13 +68,16 @@ class BatchStore:
     def __init__(self, database: Database) -> None:
         self._database = database
 
+    def check_room(self, tenant: str) -> None:
+        """Raise StorageFull where a tenant may have no more batches for now."""
+        with self._database.reading() as connection:
+            _check_room(connection, tenant)
+
     def create(self, tenant: str, new: NewBatch) -> StoredBatch:
         """Add a batch, which somebody will take up. Raises StorageFull."""
         batch_id = f"batch_{uuid.uuid4().hex}"
         with self._database.writing() as connection:
-            is_open = and_(batches.c.tenant == tenant, batches.c.status.in_(OPEN_STATUSES))
-            if connection.execute(select(func.count()).where(is_open)).scalar_one() >= MAX_OPEN_BATCHES:
-                raise StorageFull(f"{MAX_OPEN_BATCHES} of your batches are open, which is the limit; wait for one")
+            _check_room(connection, tenant)
             now = self._database.now(connection)
             row = {
                 "id": batch_id,
@@ -137,6 +140,12 @@ def stored_batch(row: Mapping[Any, Any]) -> StoredBatch:
     values["labels"], values["moments"] = json.loads(row["labels"]), json.loads(row["moments"])
     values["errors"] = msgspec.json.decode(row["errors"], type=list[InputError])
     return StoredBatch(**values)
+
+
+def _check_room(connection: Connection, tenant: str) -> None:
+    is_open = and_(batches.c.tenant == tenant, batches.c.status.in_(OPEN_STATUSES))
+    if connection.execute(select(func.count()).where(is_open)).scalar_one() >= MAX_OPEN_BATCHES:
+        raise StorageFull(f"{MAX_OPEN_BATCHES} of your batches are open, which is the limit; wait for one")
 
 
 def _find(connection: Connection, tenant: str, batch_id: str, *, locks: bool = False) -> StoredBatch:

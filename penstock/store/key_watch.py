@@ -6,6 +6,7 @@ Looks at a number that changes with the source, and reads the keys only when it 
 import asyncio
 import logging
 import os
+from concurrent.futures import Executor
 from typing import Protocol
 
 from penstock.errors import ConfigError, StoreUnavailable
@@ -47,9 +48,12 @@ class KeyFile:
 
 
 class KeyWatcher:
-    def __init__(self, ring: KeyRing, source: KeySource, *, needs_keys: bool) -> None:
+    """Reads in `thread`; None: among what else the event loop has threads do."""
+
+    def __init__(self, ring: KeyRing, source: KeySource, *, needs_keys: bool, thread: Executor | None = None) -> None:
         self._ring = ring
         self._source = source
+        self._thread = thread
         self._needs_keys = needs_keys
         self._version: object = None
         self._told: str | None = None  # what was logged last of a source that still cannot be read
@@ -63,7 +67,7 @@ class KeyWatcher:
     async def look(self) -> None:
         """Take the keys over if they changed. What cannot be read leaves them as they were."""
         try:
-            changed = await asyncio.to_thread(self._read)
+            changed = await asyncio.get_running_loop().run_in_executor(self._thread, self._read)
         except (ConfigError, StoreUnavailable) as error:
             # Once for each mistake: behind one that was mended the next comes to light.
             if str(error) != self._told:

@@ -7,7 +7,6 @@ of the store.
 import codecs
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -93,6 +92,8 @@ class InputFile:
             model = msgspec.json.decode(line.body, type=BodyModel).model
         except (msgspec.DecodeError, UnicodeDecodeError):
             raise WrongLine("invalid_body", "the body must be an object that names its model", "body.model") from None
+        if self._model is None:  # none is named as far as the file was looked into when the batch was made
+            self._model = model
         if model != self._model:
             raise WrongLine("mismatched_model", "all lines must name the first one's model", "body.model")
         self._seen.add(line.custom_id)
@@ -129,13 +130,19 @@ def _explain(text: bytes) -> WrongLine:
 
 
 def first_model(pieces: Iterable[bytes], max_body_bytes: int) -> str | None:
-    """Return the model that a file's first request names; None where no line that can be read has one."""
-    lines = filter(bytes.strip, split_lines(pieces, max_body_bytes + _ENVELOPE_BYTES))
-    with suppress(LineTooLong):
-        for text in islice(lines, _MAX_ERRORS):
-            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                line = msgspec.json.decode(text, type=InputLine)
-                return msgspec.json.decode(line.body, type=BodyModel).model
+    """Return the model that a file's first request names; None where none of its first lines can be read.
+
+    Somebody waits meanwhile: of pieces only so many are read as the longest line may need.
+    """
+    beginning = bytearray()
+    for piece in pieces:
+        beginning += piece
+        if len(beginning) > max_body_bytes + _ENVELOPE_BYTES:
+            break
+    for text in beginning.removeprefix(codecs.BOM_UTF8).lstrip().split(b"\n", _MAX_ERRORS)[:_MAX_ERRORS]:
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            line = msgspec.json.decode(text, type=InputLine)
+            return msgspec.json.decode(line.body, type=BodyModel).model
     return None
 
 

@@ -27,7 +27,7 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
         store = context.tenancy.stored_keys
         if store is None:
             raise RequestError("this server's keys are not in a store; start it without --keys and --store none")
-        return await asyncio.to_thread(work, store)
+        return await asyncio.get_running_loop().run_in_executor(context.tenancy.key_thread, work, store)
 
     async def list_keys(request: Request) -> Response:
         return json_response(KeyList(await on_keys(lambda store: store.list())))

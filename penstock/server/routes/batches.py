@@ -1,6 +1,7 @@
 """/v1/batches: files of requests that are answered in idle capacity."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -19,6 +20,7 @@ from penstock.protocol.openai_batches import (
 from penstock.protocol.openai_files import UPLOAD_PURPOSE
 from penstock.server.batch.input_file import first_model
 from penstock.server.body import read_request
+from penstock.server.claim import Claim
 from penstock.server.context import ServerContext
 from penstock.server.endpoint import Access, Endpoint, caller_of
 from penstock.server.json_response import json_response
@@ -34,7 +36,8 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
     async def create(request: Request) -> Response:
         caller, store = caller_of(request), BatchStore(database_of(context))
         wanted = await read_request(request, BatchRequest, context.config.max_body_bytes, context.texts)
-        model = await asyncio.to_thread(_model_of, FileStore(database_of(context)), caller.tenant, wanted)
+        await asyncio.to_thread(store.check_room, caller.tenant)  # before anything is read for nothing
+        model = await _model_of(caller.tenant, wanted)
         if model is not None:
             context.check_model(model, caller)
         new = NewBatch(
@@ -49,11 +52,13 @@ def endpoints(context: ServerContext) -> list[Endpoint]:
         context.new_batch.set()
         return json_response(_shown(batch))
 
-    def _model_of(files: FileStore, tenant: str, wanted: BatchRequest) -> str | None:
-        file = files.find(tenant, wanted.input_file_id)
+    async def _model_of(tenant: str, wanted: BatchRequest) -> str | None:
+        files, max_bytes = FileStore(database_of(context)), context.config.max_body_bytes
+        file = await asyncio.to_thread(files.find, tenant, wanted.input_file_id)
         if file.purpose != UPLOAD_PURPOSE:
             raise InvalidParameter("input_file_id", file.id, f"give a file with the purpose {UPLOAD_PURPOSE!r}")
-        return first_model(files.read(file.id), context.config.max_body_bytes)
+        read = partial(first_model, files.read(file.id), max_bytes)
+        return await context.texts.run(Claim(tenant), min(file.num_bytes, max_bytes), read)
 
     async def list_batches(request: Request) -> Response:
         tenant, store = caller_of(request).tenant, BatchStore(database_of(context))

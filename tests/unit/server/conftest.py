@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import httpx
@@ -116,6 +118,18 @@ async def listening(context: ServerContext, limits: ConnectionLimits | None = No
 async def address(service: Service) -> AsyncIterator[str]:
     async with listening(service.context) as url:
         yield url
+
+
+@contextlib.contextmanager
+def all_threads_taken() -> Iterator[None]:
+    """Have slow work in all threads of the event loop's own meanwhile."""
+    threads, is_done = ThreadPoolExecutor(1), threading.Event()
+    asyncio.get_running_loop().set_default_executor(threads)
+    threads.submit(is_done.wait)
+    try:
+        yield
+    finally:
+        is_done.set()
 
 
 async def until(condition) -> None:

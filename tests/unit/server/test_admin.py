@@ -10,7 +10,7 @@ import pytest
 
 from penstock.server.app import create_admin_app
 from penstock.store.key_ring import load_keys
-from tests.unit.server.conftest import Service, running_service
+from tests.unit.server.conftest import Service, all_threads_taken, running_service
 
 
 def digest(text: str) -> str:
@@ -66,6 +66,14 @@ async def test_a_revoked_key_stops_working_within_seconds_and_the_server_stays_c
     assert (await admin.delete("/admin/keys/alice")).json() == {"name": "alice", "revoked": True}
     await followed(service, secret, 401)
     assert await status_with(service, "anything") == 401
+
+
+async def test_a_key_is_made_and_revoked_in_time_whatever_tenants_have_the_servers_threads_do(service, admin):
+    with all_threads_taken():
+        secret = (await admin.post("/admin/keys", json={"name": "alice"})).json()["secret"]
+        await followed(service, "anything", 401)
+        await admin.delete("/admin/keys/alice")
+        await followed(service, secret, 401)
 
 
 async def test_a_rotated_key_opens_with_both_secrets_while_they_overlap(service, admin):

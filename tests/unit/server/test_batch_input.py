@@ -122,6 +122,27 @@ def test_the_first_lines_model_is_the_batchs():
     assert first_model([], MOST) is None
 
 
+@pytest.mark.parametrize("text", [b"\n", b"x", json.dumps({"body": "x" * 19_000}).encode() + b"\n"])
+def test_no_more_is_read_for_a_model_than_the_longest_line_may_need(text):
+    pieces = iter([text * (20_000 // len(text))] * 50)
+    assert first_model(pieces, MOST) is None
+    assert len(list(pieces)) >= 50 - 6
+
+
+def test_a_line_of_the_greatest_length_names_its_model():
+    longest = line()
+    longest["body"]["prompt"] = "x" * (MOST - len(json.dumps(longest["body"])))
+    text = json.dumps(longest).encode() + b"\n"
+    assert first_model([text[:1000], text[1000:], text], MOST) == "tiny"
+
+
+def test_a_file_that_names_its_model_late_is_told_only_of_what_is_wrong():
+    texts = [b"{"] + [json.dumps(line(name)).encode() for name in "ab"]
+    file = InputFile([b"\n".join(texts)], URL, None, MOST)
+    assert [row.custom_id for row in file.rows()] == ["a", "b"]
+    assert [(error.line, error.code) for error in file.errors] == [(1, "invalid_json_line")]
+
+
 @given(st.lists(st.binary(max_size=20)), st.data())
 def test_lines_are_the_same_however_the_text_is_cut(lines, data):
     text = b"\n".join(lines)

@@ -15,14 +15,15 @@ from penstock.server.batch.held_batch import HeldBatch
 from penstock.server.batch.line_run import count_answers
 from penstock.server.batch.runner import POLL_SECONDS, BatchRunner
 from penstock.server.batch.window import FEWEST, MOST, Window
-from penstock.store import batch_work
+from penstock.server.text_work import TextWork
+from penstock.store import batch_work, batches
 from penstock.store.batch_work import MAX_ATTEMPTS, BatchWork
 from penstock.store.database import Database
 from penstock.store.files import FileStore
 from penstock.store.keys import KeyStore
 from penstock.store.ledger import UsageLedger
 from penstock.store.schema import files
-from penstock.tenants import KeyTerms, Limits
+from penstock.tenants import OPEN_TENANT, KeyTerms, Limits
 from tests.unit.server.conftest import MODEL, running_service, until
 from tests.unit.server.openai_schema import check
 
@@ -396,6 +397,27 @@ async def test_a_server_that_drains_lets_go_of_its_batches(tmp_path):
     async with running_desk(tmp_path) as desk:  # at once, though nobody waited for the hold to run out
         await until(lambda: desk.service.engine.submitted)
         assert (await desk.ended(batch_id))["status"] == "completed"
+
+
+async def test_a_batch_too_many_is_refused_before_its_file_is_read(tmp_path, monkeypatch):
+    async with running_desk(tmp_path) as desk:
+        monkeypatch.setattr(batches, "MAX_OPEN_BATCHES", 0)
+        monkeypatch.setattr(FileStore, "read", lambda *_: pytest.fail("the file was read"))
+        with pytest.raises(AssertionError, match="storage_limit_reached"):
+            await desk.start(line("a"))
+
+
+async def test_a_file_is_looked_into_in_its_tenants_turn(tmp_path, monkeypatch):
+    async with running_desk(tmp_path) as desk:
+        turns, run = [], desk.service.context.texts.run
+
+        async def noting_run(_, claim, num_characters, work):
+            turns.append((claim.tenant, num_characters))
+            return await run(claim, num_characters, work)
+
+        monkeypatch.setattr(TextWork, "run", noting_run)
+        await desk.ended(await desk.start(line("a")))
+        assert turns[0] == (OPEN_TENANT, len(json.dumps(line("a"))) + 1)
 
 
 async def test_a_deleted_input_file_fails_its_batch(tmp_path):

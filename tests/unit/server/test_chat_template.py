@@ -12,6 +12,7 @@ from penstock.errors import DeadlineExceeded, TemplateFailed
 from penstock.server.chat_template import LONG_CHARACTERS, ChatTemplate
 from penstock.server.claim import Claim
 from tests.fakes.tiny_tokenizer import TEMPLATE
+from tests.unit.server.conftest import all_threads_taken
 
 MESSAGES = [
     {"role": "system", "content": "be <brief> & kind"},
@@ -78,6 +79,12 @@ async def test_a_template_may_refuse_messages(make):
         await template.render(MESSAGES)
     with pytest.raises(TemplateFailed, match="roles must alternate"):
         await template.render(MESSAGES)
+
+
+async def test_a_long_conversation_waits_for_no_other_work_in_threads(make):
+    with all_threads_taken():
+        text = "x" * LONG_CHARACTERS
+        assert await make("{{ messages[0].content }}").render([{"role": "user", "content": text}]) == text
 
 
 @pytest.mark.parametrize("text", ["{% for %}", "{{ 1 / 0 }}", "{{ messages[99].content.x }}", "{{ 'a' + 1 }}"])
