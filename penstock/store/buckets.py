@@ -69,11 +69,15 @@ class InUse(msgspec.Struct, kw_only=True):
         return 0 if limit is None else min(limit, max(0, self.day_tokens - limit))
 
     def add(self, *, requests: int, input_tokens: int, output_tokens: int, day: str) -> None:
+        """Fill the buckets, and the day."""
+        self.add_to_minute(requests=requests, input_tokens=input_tokens, output_tokens=output_tokens)
+        self.add_to_day(input_tokens + output_tokens, day)
+
+    def add_to_minute(self, *, requests: float, input_tokens: float, output_tokens: float) -> None:
         """Fill the buckets, or with negative counts empty them; never below nothing."""
         self.requests = max(0.0, self.requests + requests)
         self.input_tokens = max(0.0, self.input_tokens + input_tokens)
         self.output_tokens = max(0.0, self.output_tokens + output_tokens)
-        self.add_to_day(input_tokens + output_tokens, day)
 
     def add_to_day(self, tokens: int, day: str) -> None:
         """Add to a day's tokens; of a day that is over only what was used beyond its reservation, to this day's."""

@@ -21,6 +21,14 @@ from penstock.errors import LimitTooSmall
 from penstock.request import Tier
 from penstock.store.buckets import DAY_SECONDS, Bucket, InUse
 from penstock.store.database import Database, insert_into
+from penstock.store.reservations import (
+    Change,
+    begin_reservation,
+    drop_reservations,
+    end_reservation,
+    move_reservation,
+    note_levels,
+)
 from penstock.store.schema import leases, quotas
 from penstock.tenants import Caller, Limits
 
@@ -153,6 +161,7 @@ class QuotaStore:
             is_set_back = now < in_use.at
             in_use.move_to(now, asks[0].caller.terms.limits)
             _end_leases(connection, tenant, in_use.at)
+            note_levels(connection, tenant, in_use)
             outcomes = [_admit(connection, ask, in_use, now) for ask in asks]
             # Set back, the buckets would else leak again only when the clock has caught up.
             if is_set_back or any(isinstance(outcome, Lease) for outcome in outcomes):
@@ -184,6 +193,7 @@ class QuotaStore:
         with self._database.writing() as connection:
             in_use = _lock(connection, caller.tenant, self._database)
             in_use.move_to(self._database.now(connection), caller.terms.limits)
+            note_levels(connection, caller.tenant, in_use)
             in_use.add(requests=1, input_tokens=0, output_tokens=0, day=in_use.day)
             _write(connection, caller.tenant, in_use)
 
@@ -229,8 +239,9 @@ def _foreseen(glance: Glance, in_use: InUse | None, num_running: int) -> Refusal
 def _admit(connection: Connection, ask: Ask, in_use: InUse, now: float) -> Lease | Refusal | LimitTooSmall:
     """Reserve for one request in `in_use`, and write its lease."""
     caller, need, ticket = ask
-    limits = caller.terms.limits
+    limits, lease_id = caller.terms.limits, uuid.uuid4().hex
     if ticket is not None and ticket.covers(need) and _end_claim(connection, caller, ticket, now):
+        move_reservation(connection, ticket.lease_id, lease_id)
         day, input_tokens, output_tokens = ticket.day, ticket.input_tokens, ticket.output_tokens
     else:
         try:
@@ -247,8 +258,9 @@ def _admit(connection: Connection, ask: Ask, in_use: InUse, now: float) -> Lease
             in_use.add_to_day(input_tokens + output_tokens, day)
         else:
             in_use.add(requests=1, input_tokens=input_tokens, output_tokens=output_tokens, day=day)
+            begin_reservation(connection, lease_id, caller.tenant, in_use)
     lease = Lease(
-        id=uuid.uuid4().hex,
+        id=lease_id,
         tenant=caller.tenant,
         limits=limits,
         day=day,
@@ -277,11 +289,12 @@ def settle(database: Database, connection: Connection, ended: Iterable[tuple[Lea
         now = database.now(connection)
         for lease, spent in group:
             in_use.move_to(now, lease.limits)
+            note_levels(connection, tenant, in_use)
             if lease.tier is Tier.BATCH:
                 unused = lease.input_tokens + lease.output_tokens - spent.input_tokens - spent.output_tokens
                 in_use.add_to_day(-unused, lease.day)
             elif _end_lease(connection, lease):
-                _apply(in_use, lease, spent)
+                _apply(connection, in_use, lease, spent)
         _write(connection, tenant, in_use)
 
 
@@ -291,13 +304,11 @@ def _end_lease(connection: Connection, lease: Lease) -> bool:
     return bool(connection.execute(own).rowcount)
 
 
-def _apply(in_use: InUse, lease: Lease, spent: Spent) -> None:
-    in_use.add(
-        requests=spent.requests - 1,
-        input_tokens=spent.input_tokens - lease.input_tokens,
-        output_tokens=spent.output_tokens - lease.output_tokens,
-        day=lease.day,
-    )
+def _apply(connection: Connection, in_use: InUse, lease: Lease, spent: Spent) -> None:
+    input_tokens, output_tokens = spent.input_tokens - lease.input_tokens, spent.output_tokens - lease.output_tokens
+    change = end_reservation(connection, lease.id, Change(spent.requests - 1, input_tokens, output_tokens))
+    in_use.add_to_minute(**change._asdict())
+    in_use.add_to_day(input_tokens + output_tokens, lease.day)
     # How long answers become that nobody limits, only such answers tell; one that was cut short, that they are longer.
     if spent.output_tokens and not lease.output_is_stated:
         mean = _FIRST_MEAN_OUTPUT_TOKENS if in_use.mean_output_tokens is None else in_use.mean_output_tokens
@@ -366,7 +377,8 @@ def _count_running(connection: Connection, caller: Caller, now: float) -> int:
 def _end_leases(connection: Connection, tenant: str, now: float) -> None:
     """Take away leases that have run out."""
     own, latest = leases.c.tenant == tenant, now + LEASE_SECONDS
-    connection.execute(delete(leases).where(own, leases.c.expires_at <= now))
+    if connection.execute(delete(leases).where(own, leases.c.expires_at <= now)).rowcount:
+        drop_reservations(connection, tenant, select(leases.c.id).where(own))
     # A lease that seems longer is from before the clock was set back. Who still holds it renews it; else it runs out.
     connection.execute(update(leases).where(own, leases.c.expires_at > latest).values(expires_at=latest))
 

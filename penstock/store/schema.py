@@ -20,9 +20,9 @@ from sqlalchemy import (
 )
 
 # 2: files and batches. 3: rollouts. 4: what gateways serve. 5: the store's identity. 6: the fleet's secret. 7: how
-# often a batch's results were begun to be written. So far versions only added tables, and an older store is given those
-# it lacks.
-SCHEMA_VERSION = 7
+# often a batch's results were begun to be written. 8: what of reservations can be given back. So far versions only
+# added tables, and an older store is given those it lacks.
+SCHEMA_VERSION = 8
 
 MAX_MODEL_CHARACTERS = 255
 
@@ -97,6 +97,18 @@ leases = Table(
     Column("tenant", String(_NAME), nullable=False),
     Column("expires_at", Float(53), nullable=False),
     Index("penstock_leases_of_tenant", "tenant", "expires_at"),
+)
+
+# The least that was in each bucket of its tenant since a request under way was admitted; see `reservations`.
+reservations = Table(
+    "penstock_reservations",
+    metadata,
+    Column("lease_id", String(36), primary_key=True),
+    Column("tenant", String(_NAME), nullable=False, index=True),
+    Column("began_at", Float(53), nullable=False),
+    Column("requests", Float(53), nullable=False),
+    Column("input_tokens", Float(53), nullable=False),
+    Column("output_tokens", Float(53), nullable=False),
 )
 
 usage = Table(

@@ -459,6 +459,64 @@ def test_in_no_span_of_time_is_more_admitted_than_the_bucket_holds_and_leaks(mov
                 assert sum(item[index] for item in taken[start:stop]) <= limit + limit * span / 60 + 0.1
 
 
+def moments(*actions):
+    """Lists of what happens: seconds, which of these, and two numbers of it."""
+    return st.lists(st.tuples(st.floats(0, 40), st.sampled_from(actions), st.integers(0, 30), st.integers(1, 30)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(moments("admit", "admit", "end"))
+def test_whenever_requests_are_settled_no_span_of_time_is_given_more_than_the_bucket_holds_and_leaks(
+    tmp_path_factory, moments
+):
+    clock = Clock()
+    database = Database.open(str(tmp_path_factory.mktemp("store") / "s.db"), clock=clock)
+    quotas, alice = QuotaStore(database), caller(output_tokens_per_minute=45)
+    held: list[Lease] = []
+    taken: dict[str, tuple[float, int]] = {}  # when each was admitted, and what it counts for
+    for seconds, action, which, amount in moments:
+        for _ in range(int(seconds // 10)):
+            clock.now += 10
+            quotas.renew({lease.id: alice.tenant for lease in held})
+        if action == "end" and held:
+            lease = held.pop(which % len(held))
+            spent = min(lease.output_tokens, which)
+            taken[lease.id] = (taken[lease.id][0], spent)
+            end(database, lease, input_tokens=10, output_tokens=spent)
+        elif action == "admit" and isinstance(lease := admit(quotas, alice, need(output=amount)), Lease):
+            held.append(lease)
+            taken[lease.id] = (clock.now, amount)
+            for start, _ in taken.values():
+                given_out = sum(tokens for began, tokens in taken.values() if began >= start)
+                assert given_out <= 45 + 45 * (clock.now - start) / 60 + 0.1
+    database.close()
+
+
+def test_what_has_leaked_is_not_given_back_again(quotas, sqlite_database, clock):
+    alice = caller(output_tokens_per_minute=60)
+    old = admitted(admit(quotas, alice, need(output=60)))
+    for _ in range(6):
+        clock.now += 10
+        quotas.renew({old.id: alice.tenant})
+    admitted(admit(quotas, alice, need(output=60)))
+    end(sqlite_database, old, input_tokens=10, output_tokens=1)
+    assert refused(admit(quotas, alice, need(output=60))).retry_after_seconds == 60.0
+
+
+def test_a_long_answer_gives_back_what_is_left_of_its_reservation_whatever_came_and_went_since(
+    quotas, sqlite_database, clock
+):
+    alice = caller(output_tokens_per_minute=60)
+    long = admitted(admit(quotas, alice, need(output=30)))
+    clock.now += 10
+    for _ in range(5):
+        short = admitted(admit(quotas, alice, need(output=40)))
+        end(sqlite_database, short, input_tokens=10, output_tokens=0)
+    moved = admitted(admit(quotas, alice, need(output=30), instead_of=long.ticket))
+    end(sqlite_database, moved, input_tokens=10, output_tokens=1)
+    admitted(admit(quotas, alice, need(output=60)))
+
+
 @given(moves, st.integers(1, 30), st.integers(1, 30))
 def test_a_request_fits_when_its_wait_is_over_and_not_sooner(moves, input_tokens, output_tokens):
     limits = Limits(requests_per_minute=20, input_tokens_per_minute=60, output_tokens_per_minute=45)
