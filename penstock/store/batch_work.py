@@ -31,6 +31,9 @@ MAX_ATTEMPTS = 5
 # In one transaction: nobody else writes meanwhile.
 _PAGE_ROWS = 500
 
+# In these no line of a batch begins.
+_OVER_STATUSES = ("finalizing", "cancelling")
+
 # Whether this server works on batches of a tenant and model.
 Wanted = Callable[[str, str | None], bool]
 
@@ -82,12 +85,17 @@ class BatchWork:
         self._database = database
 
     def take(self, wanted: Wanted, besides: Iterable[str] = ()) -> StoredBatch | None:
-        """Hold the oldest open batch that nobody holds, of a tenant not in `besides`; None: there is none."""
+        """Hold the oldest open batch that nobody holds, of a tenant not in `besides`; None: there is none.
+
+        One of which nothing more runs anybody can bring to its end, whether it is `wanted` or not.
+        """
         passed = set(besides)
         with self._database.reading() as connection:
             found = connection.execute(self._unheld(connection)).mappings().all()
+            now = self._database.now(connection)
         for row in found:
-            if row["tenant"] not in passed and wanted(row["tenant"], row["model"]):
+            is_over = row["status"] in _OVER_STATUSES or now >= row["expires_at"]
+            if row["tenant"] not in passed and (is_over or wanted(row["tenant"], row["model"])):
                 held = self._hold(row["id"])
                 if held is not None:
                     return held
@@ -298,7 +306,7 @@ class BatchWork:
         # One held for longer than anybody may was held before the clock was set back.
         unheld = (batches.c.held_until <= now) | (batches.c.held_until > now + HOLD_SECONDS)
         free = batches.c.status.in_(OPEN_STATUSES) & unheld
-        columns = (batches.c.id, batches.c.tenant, batches.c.model)
+        columns = (batches.c.id, batches.c.tenant, batches.c.model, batches.c.status, batches.c.expires_at)
         return select(*columns).where(free).order_by(batches.c.created_at, batches.c.id)
 
     def _hold(self, batch_id: str) -> StoredBatch | None:

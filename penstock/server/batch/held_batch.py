@@ -122,6 +122,7 @@ class HeldBatch:
 
     async def _work_through(self) -> bool:
         """Bring the batch to its end; False: it has not ended, and another must go on."""
+        await self._renew()  # first: of one that is over no line may begin
         if self._is_unread and not await self._validate():
             return True
         if self.batch.status == "in_progress":
@@ -140,11 +141,14 @@ class HeldBatch:
 
     async def _keep_hold(self) -> None:
         while True:
-            batch, is_expired = await self._ask(lambda: self._work.renew(self.batch))
-            if batch.status == "cancelling" or is_expired:
-                self._is_over = True
-                self._wake.set()
             await asyncio.sleep(RENEW_SECONDS)
+            await self._renew()
+
+    async def _renew(self) -> None:
+        batch, is_expired = await self._ask(lambda: self._work.renew(self.batch))
+        if batch.status == "cancelling" or is_expired:
+            self._is_over = True
+            self._wake.set()
 
     async def _let_go(self) -> None:
         # If this fails others wait until the hold runs out.

@@ -15,9 +15,11 @@ from penstock.server.batch.held_batch import HeldBatch
 from penstock.server.batch.line_run import count_answers
 from penstock.server.batch.runner import POLL_SECONDS, BatchRunner
 from penstock.server.batch.window import FEWEST, MOST, Window
+from penstock.server.claim import Claim
 from penstock.server.text_work import TextWork
 from penstock.store import batch_work, batches
 from penstock.store.batch_work import MAX_ATTEMPTS, BatchWork
+from penstock.store.batches import BatchStore, NewBatch
 from penstock.store.database import Database
 from penstock.store.files import FileStore
 from penstock.store.keys import KeyStore
@@ -386,6 +388,26 @@ async def test_a_batch_that_was_cancelled_before_it_was_read_tells_of_every_line
         assert desk.service.engine.submitted == []
 
 
+@pytest.mark.parametrize(("tenant", "model"), [(OPEN_TENANT, "gone"), ("revoked", MODEL)])
+@pytest.mark.parametrize("status", ["cancelled", "expired"])
+async def test_a_batch_ends_though_its_model_is_no_longer_served_or_its_key_is_gone(tmp_path, tenant, model, status):
+    async with running_desk(tmp_path) as desk:
+        database = desk.service.context.tenancy.database
+        file_store, store = FileStore(database), BatchStore(database)
+        file_id = file_store.begin(tenant, "in.jsonl", "batch")
+        file_store.fill(file_id, [json.dumps(line("a", model=model)).encode()])
+        new = NewBatch(
+            endpoint=URL, model=model, input_file_id=file_id, completion_window="24h", labels=None,
+            window_seconds=0.0 if status == "expired" else 1000.0,
+        )  # fmt: skip
+        batch = store.create(tenant, new)
+        if status == "cancelled":
+            store.cancel(tenant, batch.id)
+        await until(lambda: store.find(tenant, batch.id).status == status)
+        assert store.find(tenant, batch.id).num_failed == 1
+        assert not desk.service.engine.submitted
+
+
 async def test_a_server_that_drains_lets_go_of_its_batches(tmp_path):
     async with running_desk(tmp_path) as desk:
         engine = desk.service.engine
@@ -400,24 +422,19 @@ async def test_a_server_that_drains_lets_go_of_its_batches(tmp_path):
 
 
 async def test_a_batch_too_many_is_refused_before_its_file_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(batches, "MAX_OPEN_BATCHES", 0)
+    monkeypatch.setattr(FileStore, "read", lambda *_: pytest.fail("the file was read"))
     async with running_desk(tmp_path) as desk:
-        monkeypatch.setattr(batches, "MAX_OPEN_BATCHES", 0)
-        monkeypatch.setattr(FileStore, "read", lambda *_: pytest.fail("the file was read"))
         with pytest.raises(AssertionError, match="storage_limit_reached"):
             await desk.start(line("a"))
 
 
 async def test_a_file_is_looked_into_in_its_tenants_turn(tmp_path, monkeypatch):
+    turns, run = [], TextWork.run
+    monkeypatch.setattr(TextWork, "run", lambda *given: turns.append(given[1:3]) or run(*given))
     async with running_desk(tmp_path) as desk:
-        turns, run = [], desk.service.context.texts.run
-
-        async def noting_run(_, claim, num_characters, work):
-            turns.append((claim.tenant, num_characters))
-            return await run(claim, num_characters, work)
-
-        monkeypatch.setattr(TextWork, "run", noting_run)
         await desk.ended(await desk.start(line("a")))
-        assert turns[0] == (OPEN_TENANT, len(json.dumps(line("a"))) + 1)
+        assert turns[0] == (Claim(OPEN_TENANT), len(json.dumps(line("a"))) + 1)
 
 
 async def test_a_deleted_input_file_fails_its_batch(tmp_path):

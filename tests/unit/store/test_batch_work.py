@@ -293,6 +293,19 @@ def test_lines_that_a_killed_process_left_behind_an_ended_batch_are_swept_away(
     assert len(work.claim(kept, 5)) == 3
 
 
+def test_a_batch_that_is_over_is_anybodys_to_end_and_no_other(store, work, clock):
+    def nothing(tenant, model):
+        return False
+
+    cancelled, other = store.create("alice", new_batch()), store.create("bob", new_batch())
+    assert work.take(nothing) is None
+    store.cancel("alice", cancelled.id)
+    assert work.take(nothing).id == cancelled.id
+    assert work.take(nothing) is None
+    clock.now += WINDOW_SECONDS
+    assert work.take(nothing, besides=["alice"]).id == other.id
+
+
 def test_a_tenant_has_only_so_many_open_batches(store, monkeypatch):
     monkeypatch.setattr(batches_module, "MAX_OPEN_BATCHES", 2)
     for _ in range(2):
