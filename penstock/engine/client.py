@@ -5,10 +5,12 @@ Notices by itself when the engine goes away and when it is back. No torch; one e
 
 import asyncio
 import time
+from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
@@ -29,6 +31,7 @@ from penstock.engine.messages import (
     Submit,
     ToEngine,
     TokenEvent,
+    TokenLogprob,
     WatchBlocks,
     decode_from_engine,
     decode_logprobs,
@@ -43,7 +46,9 @@ _EVENTS_AT_ONCE = 1024  # a few milliseconds' worth
 
 
 class TokenStream(AsyncIterator[TokenEvent]):
-    """One request's events. Those that wait together are merged into one; the last carries `finish`.
+    """One request's events. Those that wait together become one; the last carries `finish`.
+
+    A reader may be behind by a whole long answer: what waits for it is packed, four bytes a token.
 
     Iterate over it, or `listen` and `take`: one reader can so follow many streams.
     """
@@ -51,7 +56,10 @@ class TokenStream(AsyncIterator[TokenEvent]):
     def __init__(self, client: "EngineClient", request_id: str) -> None:
         self._client = client
         self._request_id = request_id
-        self._waiting: deque[ArrivedEvent] = deque()
+        self._token_ids = array("i")  # that wait
+        self._logprobs: deque[tuple[int, msgspec.Raw]] = deque()  # theirs, and of how many tokens, where asked for
+        self._first: ArrivedEvent | None = None  # of those that wait, while none of its tokens was taken
+        self._last: ArrivedEvent | None = None  # of those that wait
         self._arrived = asyncio.Event()
         self._on_arrival: Callable[[], None] | None = None
         self._failure: EngineFailed | None = None
@@ -73,12 +81,12 @@ class TokenStream(AsyncIterator[TokenEvent]):
     @property
     def has_more(self) -> bool:
         """Whether `take` has something to give, or to raise."""
-        return bool(self._waiting) or (self._failure is not None and not self._ended)
+        return self._last is not None or (self._failure is not None and not self._ended)
 
     @property
     def num_waiting_tokens(self) -> int:
         """How many tokens have arrived and were not taken."""
-        return sum([len(event.token_ids) for event in self._waiting])
+        return len(self._token_ids)
 
     def listen(self, on_arrival: Callable[[], None]) -> None:
         """Have this called whenever something arrives, and now where something has."""
@@ -87,27 +95,44 @@ class TokenStream(AsyncIterator[TokenEvent]):
             on_arrival()
 
     def take(self, max_tokens: int | None = None) -> TokenEvent | None:
-        """Return what has arrived, up to so many tokens, though one event at the least; None where nothing has.
+        """Return what has arrived, up to so many tokens; None where nothing has.
 
-        Raises EngineFailed behind the last event of an engine that is gone.
+        With log-probabilities that is one step's at the least. Raises EngineFailed behind the last event of an engine
+        that is gone.
         """
-        if not self._waiting:
+        if self._last is None:
             if self._failure is None or self._ended:
                 return None
             self._ended = True
             raise self._failure
-        together = [self._waiting.popleft()]
-        num_tokens = len(together[0].token_ids)
-        while self._waiting:
-            # What ends an answer before its time comes alone: whoever raises it has been given every token before.
-            if self._waiting[0].finish in (FinishReason.ERROR, FinishReason.ABORT):
-                break
-            num_tokens += len(self._waiting[0].token_ids)
-            if max_tokens is not None and num_tokens > max_tokens:
-                break
-            together.append(self._waiting.popleft())
-        self._ended = together[-1].finish is not None
-        return _merge(together)
+        num_tokens = len(self._token_ids) if max_tokens is None else max_tokens
+        logprobs = None
+        if self._logprobs:
+            num_tokens, logprobs = self._take_logprobs(num_tokens)
+        event = TokenEvent(
+            request_id=self._request_id, token_ids=self._token_ids[:num_tokens].tolist(), logprobs=logprobs
+        )
+        del self._token_ids[:num_tokens]
+        if self._first is not None:
+            _tell_of_prompt(event, self._first)
+            self._first = None
+        # What ends an answer before its time comes alone: whoever raises it has been given every token before.
+        is_early = self._last.finish in (FinishReason.ERROR, FinishReason.ABORT)
+        if not self._token_ids and not (is_early and event.token_ids):
+            _tell_of_end(event, self._last)
+            self._last = None
+            self._ended = event.finish is not None
+        return event
+
+    def _take_logprobs(self, max_tokens: int) -> tuple[int, list[TokenLogprob]]:
+        """Return for how many tokens there are log-probabilities in whole steps, one at the least, and those."""
+        num_tokens, logprobs = self._logprobs.popleft()
+        taken = decode_logprobs(logprobs)
+        while self._logprobs and num_tokens + self._logprobs[0][0] <= max_tokens:
+            num_more, logprobs = self._logprobs.popleft()
+            num_tokens += num_more
+            taken += decode_logprobs(logprobs)
+        return num_tokens, taken
 
     def abort(self, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ask the engine to stop; it frees the request within a step. Does nothing once the request has ended."""
@@ -115,7 +140,13 @@ class TokenStream(AsyncIterator[TokenEvent]):
 
     def push(self, event: ArrivedEvent) -> None:
         """Take an event from the engine."""
-        self._waiting.append(event)
+        self._token_ids.extend(event.token_ids)
+        if event.logprobs:
+            event.logprobs = event.logprobs.copy()  # or the whole frame would wait, with what others got
+            self._logprobs.append((len(event.token_ids), event.logprobs))
+        if self._last is None:
+            self._first = event
+        self._last = event
         self._tell()
 
     def fail(self, failure: EngineFailed) -> None:
@@ -135,26 +166,21 @@ def _look_at_failure(sent: "asyncio.Task[Any]") -> None:
         sent.exception()
 
 
-def _merge(events: list[ArrivedEvent]) -> TokenEvent:
-    """Join events of one request, in order."""
-    first, last = events[0], events[-1]
-    logprobs = None
-    if any(event.logprobs for event in events):
-        logprobs = [score for event in events if event.logprobs for score in decode_logprobs(event.logprobs)]
-    return TokenEvent(
-        request_id=first.request_id,
-        token_ids=[token_id for event in events for token_id in event.token_ids],
-        logprobs=logprobs,
-        prompt_logprobs=next((event.prompt_logprobs for event in events if event.prompt_logprobs is not None), None),
-        num_cached_tokens=next((event.num_cached_tokens for event in events if event.num_cached_tokens), 0),
-        prompt=next((event.prompt for event in events if event.prompt), None),
-        finish=last.finish,
-        stop_token=last.stop_token,
-        error_code=last.error_code,
-        error=last.error,
-        error_param=last.error_param,
-        retry_after_seconds=last.retry_after_seconds,
-    )
+def _tell_of_prompt(event: TokenEvent, first: ArrivedEvent) -> None:
+    """Have an event tell what came with a request's first token."""
+    event.prompt_logprobs = first.prompt_logprobs
+    event.num_cached_tokens = first.num_cached_tokens
+    event.prompt = first.prompt
+
+
+def _tell_of_end(event: TokenEvent, last: ArrivedEvent) -> None:
+    """Have an event tell how a request ended, where it did."""
+    event.finish = last.finish
+    event.stop_token = last.stop_token
+    event.error_code = last.error_code
+    event.error = last.error
+    event.error_param = last.error_param
+    event.retry_after_seconds = last.retry_after_seconds
 
 
 class EngineClient:

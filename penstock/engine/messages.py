@@ -188,8 +188,8 @@ class TokenEvent(StepEvent):
 class ArrivedEvent(StepEvent, gc=False):
     """A `TokenEvent` as it arrives: its log-probabilities, dozens of objects, are decoded when they are read.
 
-    Thousands may wait for a reader, so that they are none of the garbage collector's business, which would look through
-    all of them again and again.
+    Thousands come in a second, so that they are none of the garbage collector's business, which would look through them
+    again and again.
     """
 
     token_ids: tuple[int, ...] = ()

@@ -5,6 +5,7 @@ import contextlib
 import os
 import threading
 import time
+import tracemalloc
 
 import pytest
 import zmq
@@ -141,7 +142,7 @@ async def test_many_requests_at_once_each_get_their_own_tokens(client):
 
 async def test_events_that_wait_together_are_merged(client):
     stream = ask(client)
-    await settled(lambda: stream._waiting and stream._waiting[-1].finish is not None)
+    await settled(lambda: stream.num_waiting_tokens == 8)
     events = [event async for event in stream]
     assert len(events) == 1
     assert len(events[0].token_ids) == 8
@@ -178,6 +179,40 @@ async def test_an_error_comes_behind_the_tokens_that_were_made_before_it(client)
         stream.push(event)
     taken = [stream.take(), stream.take()]
     assert [(event.token_ids, event.error) for event in taken] == [([1, 2, 3], None), ([], "late")]
+    assert not stream.has_more
+
+
+@pytest.mark.parametrize(("scored", "most_bytes"), [(False, 16), (True, 320)])
+async def test_what_waits_for_a_reader_takes_little_memory(client, scored, most_bytes):
+    stream, num_tokens = TokenStream(client, "a"), 4000
+    tracemalloc.start()
+    try:
+        for token_id in range(num_tokens):
+            event = TokenEvent(request_id="a", token_ids=[token_id + 1000])
+            event.logprobs = [TokenLogprob(token_id, -0.5, [0, 1], [-0.5, -1.0])] if scored else None
+            of_another = TokenEvent(request_id="b", token_ids=[1] * 1000)
+            message = decode_from_engine(encode(Events([event, of_another])))
+            assert isinstance(message, ArrivedEvents)
+            stream.push(message.events[0])
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes <= most_bytes * num_tokens
+    taken = stream.take()
+    assert taken.token_ids == list(range(1000, 1000 + num_tokens))
+    assert (len(taken.logprobs) if scored else taken.logprobs) == (num_tokens if scored else None)
+
+
+async def test_a_reader_that_is_behind_is_told_of_the_prompt_first_and_of_the_end_last(client):
+    stream = TokenStream(client, "a")
+    first, last = arrived(1, 2), arrived(finish=FinishReason.ERROR)
+    first.num_cached_tokens, last.error_code = 5, "engine_failed"
+    for event in (first, arrived(3), last):
+        stream.push(event)
+    taken = [stream.take(2), stream.take(2), stream.take(2)]
+    assert [event.num_cached_tokens for event in taken] == [5, 0, 0]
+    assert [event.finish for event in taken] == [None, None, FinishReason.ERROR]
+    assert [event.error_code for event in taken] == [None, None, "engine_failed"]
     assert not stream.has_more
 
 
