@@ -9,7 +9,7 @@ not recorded runs again, and its first run leaves no trace. Knows nothing of HTT
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, Select, delete, func, insert, select, update
@@ -30,12 +30,18 @@ MAX_ATTEMPTS = 5
 
 # In one transaction: nobody else writes meanwhile.
 _PAGE_ROWS = 500
+# In memory at once, and what was fetched beyond.
+_PAGE_CHARACTERS = 8 * 1024**2
+_FETCHED_ROWS = 16
 
 # In these no line of a batch begins.
 _OVER_STATUSES = ("finalizing", "cancelling")
 
 # Whether this server works on batches of a tenant and model.
 Wanted = Callable[[str, str | None], bool]
+
+
+AnyRow = TypeVar("AnyRow")
 
 
 class HoldLost(Exception):
@@ -131,7 +137,7 @@ class BatchWork:
                 if not _remove_rows(connection, held.id):
                     break
         num_rows = 0
-        for page in _pages(rows):
+        for page in _pages(rows, lambda row: len(row.body)):
             values = [
                 {"batch_id": held.id, "line": row.line, "custom_id": row.custom_id, "body": row.body,
                  "state": "waiting", "attempts": 0}
@@ -240,11 +246,13 @@ class BatchWork:
             chosen = (batch_rows.c.batch_id == held.id) & batch_rows.c.state.in_(states) & (batch_rows.c.line > last)
             wanted = select(batch_rows).where(chosen).order_by(batch_rows.c.line).limit(_PAGE_ROWS)
             with self._database.reading() as connection:
-                page = connection.execute(wanted).all()
-            for row in page:
-                yield EndedRow(row.line, row.custom_id, row.state == "completed", row.result)
-            if len(page) < _PAGE_ROWS:
+                found = connection.execute(wanted, execution_options={"yield_per": _FETCHED_ROWS})
+                ended = (EndedRow(row.line, row.custom_id, row.state == "completed", row.result) for row in found)
+                page = next(_pages(ended, lambda row: len(row.result or "")), [])
+                found.close()
+            if not page:
                 return
+            yield from page
             last = page[-1].line
 
     def finish(self, held: StoredBatch, output: tuple[str, int] | None, error: tuple[str, int] | None) -> StoredBatch:
@@ -384,12 +392,14 @@ def _last_status(connection: Connection, batch: StoredBatch) -> str:
     return "expired" if num_unrun else "completed"
 
 
-def _pages(rows: Iterator[NewRow]) -> Iterator[list[NewRow]]:
-    page: list[NewRow] = []
+def _pages(rows: Iterator[AnyRow], characters: Callable[[AnyRow], int]) -> Iterator[list[AnyRow]]:
+    page: list[AnyRow] = []
+    num_characters = 0
     for row in rows:
         page.append(row)
-        if len(page) == _PAGE_ROWS:
+        num_characters += characters(row)
+        if len(page) == _PAGE_ROWS or num_characters >= _PAGE_CHARACTERS:
             yield page
-            page = []
+            page, num_characters = [], 0
     if page:
         yield page

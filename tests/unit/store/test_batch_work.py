@@ -3,24 +3,23 @@
 import contextlib
 import tempfile
 import threading
+import tracemalloc
 
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 
-from penstock.errors import BatchNotFound, RequestError, StorageFull, UploadNotFound
+from penstock.errors import BatchNotFound, RequestError, StorageFull
 from penstock.store import batch_work
 from penstock.store import batches as batches_module
-from penstock.store import files as files_module
 from penstock.store.batch_work import HOLD_SECONDS, BatchWork, HoldLost, NewRow, RowEnd
 from penstock.store.batches import BatchStore, InputError, NewBatch
 from penstock.store.database import Database
-from penstock.store.files import CHUNK_BYTES, FileStore
+from penstock.store.files import FileStore
 from penstock.store.ledger import UsageLedger, day_of
-from penstock.store.schema import batch_rows, file_chunks
-from penstock.store.schema import files as stored_files
+from penstock.store.schema import batch_rows
 from penstock.tenants import Usage
 from tests.unit.store.conftest import NOON, Clock
 
@@ -306,6 +305,23 @@ def test_a_batch_that_is_over_is_anybodys_to_end_and_no_other(store, work, clock
     assert work.take(nothing, besides=["alice"]).id == other.id
 
 
+def test_however_long_lines_are_few_of_them_are_in_memory_at_once(store, work, sqlite_database):
+    count, length = 200, 256 * 1024
+    store.create("alice", new_batch())
+    held = work.take(anything)
+    tracemalloc.start()
+    try:
+        work.start(held, (NewRow(number, f"id{number}", f"{number % 10}" * length) for number in range(1, count + 1)))
+        with sqlite_database.writing() as connection:
+            connection.execute(update(batch_rows).values(state="completed", result=batch_rows.c.body, body=""))
+        lines = [(row.line, row.result[0]) for row in work.ended_rows(held, completed=True)]
+        most_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert lines == [(number, f"{number % 10}") for number in range(1, count + 1)]
+    assert most_bytes < count * length / 2
+
+
 def test_a_tenant_has_only_so_many_open_batches(store, monkeypatch):
     monkeypatch.setattr(batches_module, "MAX_OPEN_BATCHES", 2)
     for _ in range(2):
@@ -319,74 +335,6 @@ def test_another_tenants_batch_is_not_there(store):
     batch = store.create("alice", new_batch())
     with pytest.raises(BatchNotFound):
         store.find("bob", batch.id)
-
-
-# ---------------------------------------------------------------- files
-
-
-def test_a_file_is_there_once_it_is_complete_and_only_for_its_tenant(any_database):
-    files = FileStore(any_database)
-    content = b"0123456789" * (CHUNK_BYTES // 5)
-    file_id = files.begin("alice", "a.jsonl", "batch")
-    size = files.fill(file_id, [content[:7], content[7:]])
-    with pytest.raises(UploadNotFound):
-        files.find("alice", file_id)
-    files.finish("alice", file_id, "a.jsonl", size)
-    assert files.find("alice", file_id).num_bytes == len(content)
-    assert b"".join(files.read(file_id)) == content
-    with pytest.raises(UploadNotFound):
-        files.find("bob", file_id)
-    files.delete("alice", file_id)
-    with pytest.raises(UploadNotFound):
-        list(files.read(file_id))
-
-
-def test_a_tenants_files_are_bounded_together(sqlite_database, monkeypatch):
-    monkeypatch.setattr(files_module, "MAX_TENANT_BYTES", 10)
-    files = FileStore(sqlite_database)
-
-    def store(tenant, content):
-        file_id = files.begin(tenant, "a", "batch")
-        return files.finish(tenant, file_id, "a", files.fill(file_id, [content]))
-
-    store("alice", b"123456")
-    with pytest.raises(StorageFull):
-        store("alice", b"123456")
-    store("bob", b"123456")
-    assert len(files.list("alice", after=None, limit=10)) == 1
-
-
-def test_a_large_file_is_hidden_at_once_and_removed_in_many_small_transactions(sqlite_database, monkeypatch):
-    files, num_chunks = FileStore(sqlite_database), 9
-    file_id = files.begin("alice", "", "batch")
-    for number in range(num_chunks):
-        files.append(file_id, number, b"x")
-    files.finish("alice", file_id, "a", num_chunks)
-    writing, left = Database.writing, []
-
-    @contextlib.contextmanager
-    def look_after(database):
-        with writing(database) as connection:
-            yield connection
-        with database.reading() as connection:
-            assert not connection.execute(select(stored_files.c.id).where(stored_files.c.is_complete)).all()
-            left.append(connection.execute(select(func.count()).select_from(file_chunks)).scalar_one())
-
-    monkeypatch.setattr(Database, "writing", look_after)
-    files.delete("alice", file_id)
-    assert left == [9, 5, 1, 0, 0]
-
-
-def test_what_a_killed_process_left_unfinished_is_swept_away(sqlite_database, clock):
-    files = FileStore(sqlite_database)
-    left = files.begin("alice", "a", "batch")
-    files.fill(left, [b"x"])
-    files.sweep()
-    assert list(files.read(left)) == [b"x"]
-    clock.now += 25 * 3600
-    files.sweep()
-    with pytest.raises(UploadNotFound):
-        list(files.read(left))
 
 
 # ---------------------------------------------------------------- whoever dies when
