@@ -90,7 +90,7 @@ def resolve(
         return ModelFiles(model, "gguf", path, source=model, load_format=_format(dummy))
     path = expand_home(model)
     if model and _exists(path):
-        return _local(path.resolve(), dummy=dummy)
+        return _local(path.absolute(), dummy=dummy)
     if not model.startswith((".", "/", "~")):
         if _HUB_ID.fullmatch(model):
             return _from_hub(model, cache_dir, revision, dummy=dummy, progress=progress)
@@ -184,17 +184,22 @@ def _hub_folder(cache_dir: str | Path | None) -> Path:
 
 
 def _local(path: Path, *, dummy: bool) -> ModelFiles:
+    """Look at a file or folder by the name that was given: a cache's files are links to others without a suffix."""
     if path.is_dir():
-        return _local_folder(path, path.name, dummy=dummy)
+        return _local_folder(path, _folder_name(path), dummy=dummy)
     if path.suffix.lower() == ".gguf" and path.is_file():
         return ModelFiles(path.stem, "gguf", path, load_format=_format(dummy))
     if path.name == "config.json" and dummy:
-        return ModelFiles(path.parent.name, "folder", path.parent, config=path, load_format="dummy")
+        return ModelFiles(_folder_name(path.parent), "folder", path.parent, config=path, load_format="dummy")
     raise ModelNotFound(
         "this is no model file; give a .gguf file, a folder with config.json, tokenizer.json and *.safetensors, "
         "or with --load-format dummy a config.json",
         file=str(path),
     )
+
+
+def _folder_name(folder: Path) -> str:
+    return os.path.basename(os.path.abspath(folder))  # also of `..`
 
 
 def _local_folder(folder: Path, name: str, *, dummy: bool) -> ModelFiles:

@@ -178,5 +178,5 @@ def _served_name(sourced: Sourced) -> tuple[str, str]:
     if path.name == "config.json":
         path = path.parent  # of random weights
     if os.path.isdir(path):  # False also of a name that no folder can have
-        return path.resolve().name, "auto: the model folder's name"
+        return os.path.basename(os.path.abspath(path)), "auto: the model folder's name"
     return options.model, "auto: the model's name"

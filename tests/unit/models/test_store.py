@@ -37,6 +37,31 @@ def test_a_gguf_file_is_a_model_named_after_it(tmp_path: Path) -> None:
     assert files.config is None
 
 
+def test_a_link_is_a_model_by_its_own_name_whatever_it_leads_to(tmp_path: Path) -> None:
+    blob = tmp_path / "b179c9"
+    blob.touch()
+    (tmp_path / "tiny.gguf").symlink_to(blob)
+    file = store.resolve(str(tmp_path / "tiny.gguf"))
+    assert (file.name, file.kind, file.path) == ("tiny", "gguf", tmp_path / "tiny.gguf")
+    folder = make_folder(tmp_path / "bare")
+    (folder / "config.json").symlink_to(blob)
+    bare = store.resolve(str(folder / "config.json"), load_format="dummy")
+    assert (bare.name, bare.path, bare.config) == ("bare", folder, folder / "config.json")
+    (tmp_path / "link").symlink_to(folder)
+    assert store.resolve(str(tmp_path / "link"), load_format="dummy").name == "link"
+
+
+def test_a_relative_path_is_made_absolute_and_has_its_folder_s_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(tmp_path / "tiny", *FOLDER_FILES)
+    monkeypatch.chdir(folder)
+    assert (store.resolve(".").name, store.resolve(".").path) == ("tiny", folder)
+    monkeypatch.chdir(make_folder(folder / "inner"))
+    above = store.resolve("..")
+    assert (above.name, above.path.is_absolute()) == ("tiny", True)
+
+
 def test_a_hugging_face_folder_is_a_model(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "tiny", *FOLDER_FILES)
     files = store.resolve(str(folder))

@@ -89,6 +89,10 @@ def test_a_folder_is_served_under_its_name(tmp_path, monkeypatch):
     assert resolved(model=str(tmp_path / "config.json"))[0].served_name == tmp_path.name
     monkeypatch.setenv("HOME", str(tmp_path.parent))
     assert resolved(model=f"~/{tmp_path.name}")[0].served_name == tmp_path.name
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert resolved(model=str(tmp_path / "link"))[0].served_name == "link"
+    monkeypatch.chdir(tmp_path)
+    assert resolved(model=".")[0].served_name == tmp_path.name
 
 
 def test_a_served_name_may_be_given():
