@@ -126,10 +126,13 @@ def _winner(scores: Tensor, tokens: Tensor, key: Tensor) -> Tensor:
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens' log-probabilities [n], and the `num_top` best, [n, num_top] values and ids."""
+    """Return the tokens' log-probabilities [n], and the `num_top` best, [n, num_top] values and ids.
+
+    A vocabulary of fewer tokens gives all of them.
+    """
     normalised = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     chosen = normalised.gather(1, tokens[:, None])[:, 0]
-    top = normalised.topk(num_top, dim=-1)
+    top = normalised.topk(min(num_top, logits.shape[-1]), dim=-1)
     return chosen, top.values, top.indices
 
 

@@ -97,3 +97,15 @@ def test_log_probabilities_are_the_models_own(sampler_of):
     assert (draw, score.token_id) == (1, 3)
     assert math.isclose(score.logprob, reference[3].item(), rel_tol=1e-5)
     assert [token for token, _ in score.top] == reference.topk(2).indices.tolist()
+
+
+def test_a_vocabulary_of_fewer_tokens_than_asked_for_gives_all_of_them():
+    wanted = SamplingParams(logprobs=20, top_k=20, logit_bias={0: 1.0}, presence_penalty=1.0)
+    logits = torch.randn(2, 4, generator=torch.Generator().manual_seed(2))
+    parameters = RowParameters(2, 4, torch.device("cpu"))
+    for row, params in enumerate((wanted, SamplingParams(logprobs=2))):
+        parameters.start(RowStart(row, [1, 2, 3], 3, params, seed=row))
+    outcome = sample(Sampler(parameters, (0,), CpuDrawer()), logits)
+    scores = outcome.to_host().read_logprobs(outcome.tokens.tolist())
+    assert [len(scores[draw].top) for draw in (0, 1)] == [4, 2]
+    assert scores[0].top_ids == logits[0].argsort(descending=True).tolist()
