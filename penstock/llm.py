@@ -11,7 +11,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any
@@ -187,7 +188,7 @@ class LLM:
         if self._chat_template is None:
             right = "use generate(), or give a Jinja file as chat_template"
             raise TemplateFailed(f"this model has no chat template; {right}", param="messages")
-        text = asyncio.run(self._render(self._chat_template, checked))
+        text = _run_to_end(self._render(self._chat_template, checked))
         ids = self.tokenizer.encode(text, add_special=False)
         check_text_tokens(ids, self.spec.vocab_size, param="messages")
         return self.generate([ids], params)[0]
@@ -307,6 +308,16 @@ class LLM:
             return await chat_template.render([message.for_template() for message in messages])
         finally:
             await chat_template.close()
+
+
+def _run_to_end(work: Coroutine[Any, Any, str]) -> str:
+    """Return what comes of the work. A thread that runs an event loop, as a notebook's does, cannot run another."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """A model in this process: what it refuses, and by which errors."""
 
+import asyncio
 import json
 import os
 import signal
@@ -147,6 +148,15 @@ def test_text_parts_of_a_message_are_one_text(llm):
     params = SamplingParams(max_tokens=1)
     joined, apart = (llm.chat([{"role": "user", "content": content}], params) for content in ("a\nb", parts))
     assert joined.num_prompt_tokens == apart.num_prompt_tokens
+
+
+def test_a_chat_is_answered_where_an_event_loop_runs(llm):
+    messages, params = [{"role": "user", "content": "hi"}], SamplingParams(max_tokens=4, temperature=0)
+
+    async def cell():
+        return llm.chat(messages, params).text
+
+    assert asyncio.run(cell()) == llm.chat(messages, params).text
 
 
 def test_a_chat_template_of_ones_own_replaces_the_models(folder, tmp_path):
