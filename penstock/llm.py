@@ -135,6 +135,8 @@ class _Call:
 class LLM:
     """A loaded model. Options are those of `penstock serve`, by their Python names.
 
+    On a GPU torch keeps `threads` threads in the thread that made it; on a CPU it has as many as before.
+
     >>> llm = LLM("smollm2-135m")
     >>> llm.generate(["The capital of France is"], SamplingParams(max_tokens=8, temperature=0))[0].text
     """

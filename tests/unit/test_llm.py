@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -274,6 +275,17 @@ def test_a_text_is_one_stop_string(llm):
     stop = whole[len(whole) // 2 :]
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, stop=stop)
     assert llm.generate([[5]], params)[0].text == whole[: whole.index(stop)]
+
+
+def test_the_callers_own_tensors_have_as_many_threads_as_before(folder):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with LLM(folder, **OPTIONS) as llm, ThreadPoolExecutor(1) as later:
+            llm.generate(["hi"], SamplingParams(max_tokens=1))
+            assert (torch.get_num_threads(), later.submit(torch.get_num_threads).result()) == (3, 3)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_what_was_closed_says_so(folder):

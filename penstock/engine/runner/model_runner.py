@@ -105,6 +105,8 @@ class ModelRunner(Runner):
         self._thread = None
         if rows.device.type == "cpu":
             self._thread = ThreadPoolExecutor(1, "penstock-step", torch.set_num_threads, (threads,))
+            # Now, not with the first step: threads that begin later have as many as were set last, by whichever thread.
+            self._thread.submit(torch.get_num_threads).result()
 
     @property
     def step_sizes(self) -> Sequence[int]:

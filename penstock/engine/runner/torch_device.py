@@ -1,6 +1,8 @@
 """CPUs and CUDA devices: the model loaded, its memory laid out, and a runner around both."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -45,25 +47,40 @@ class TorchDevice(Device):
         timeline: Timeline,
         progress: Progress | None,
     ) -> ModelRunner:
-        # On a CPU the runner's thread does the tensor work. OpenMP's workers wait for more of it in a loop, and are
-        # there at once, only while a single thread has workers: so this one gets none.
-        torch.set_num_threads(1 if config.device == "cpu" else config.threads)
-        model = load_model(
-            files,
-            spec,
-            device=torch.device(config.device),
-            dtype=DTYPES[config.dtype],
-            precision=config.precision,
-            context_tokens=config.max_context_tokens,
-            progress=progress,
-        )
-        timeline.mark("weights")
-        runner = make_runner(config, spec, model, cache_folder(self.options.cache_dir))
+        with _loading_threads(config):
+            model = load_model(
+                files,
+                spec,
+                device=torch.device(config.device),
+                dtype=DTYPES[config.dtype],
+                precision=config.precision,
+                context_tokens=config.max_context_tokens,
+                progress=progress,
+            )
+            timeline.mark("weights")
+            runner = make_runner(config, spec, model, cache_folder(self.options.cache_dir))
         timeline.mark("KV cache and graphs")
         return runner
 
     def refuse_damage(self, spec: ModelSpec, files: ModelFiles) -> None:
         refuse_damage(files, spec)
+
+
+@contextmanager
+def _loading_threads(config: EngineConfig) -> Iterator[None]:
+    """Set how many threads torch uses in this thread. On a GPU they stay: this thread runs the steps, too.
+
+    On a CPU the runner's thread does the tensor work. OpenMP's workers wait for more of it in a loop, and are there at
+    once, only while a single thread has workers: so this one gets none. Behind it the caller's number is set again:
+    the engine does no tensor work in this thread any more, and an `LLM`'s caller may.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if config.device == "cpu" else config.threads)
+    try:
+        yield
+    finally:
+        if config.device == "cpu":
+            torch.set_num_threads(before)
 
 
 def make_runner(config: EngineConfig, spec: ModelSpec, model: Decoder, folder: Path | None = None) -> ModelRunner:
