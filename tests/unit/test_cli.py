@@ -16,6 +16,23 @@ from penstock.config import Options, Sourced, flag
 from penstock.errors import ModelNotFound
 from penstock.request import SamplingParams
 
+# What a command reads and writes, and whether the streams of its children lead nowhere.
+WITHOUT_STREAMS = """
+import os, subprocess, sys, types
+from penstock import __main__ as package
+
+CHILD = "import os, sys; sys.exit(any(os.fstat(n).st_rdev != os.stat(os.devnull).st_rdev for n in range(3)))"
+
+def command():
+    print("nobody reads this", file=sys.stderr)
+    print("nor this")
+    assert sys.stdin.read() == ""
+    return subprocess.run([sys.executable, "-c", CHILD]).returncode
+
+sys.modules["penstock.cli"] = types.SimpleNamespace(main=command)
+sys.exit(package.main())
+"""
+
 
 class Served:
     """Stands in for the server: remembers what it was asked to serve."""
@@ -260,6 +277,11 @@ def test_python_can_run_the_package(tmp_path: Path) -> None:
 def test_the_package_run_by_python_ends_with_the_commands_status() -> None:
     command = [sys.executable, "-m", "penstock", "serve", "--port", "eighty"]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 2
+
+
+def test_streams_that_were_closed_before_the_command_lead_nowhere_for_its_children_too() -> None:
+    command = ["sh", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, WITHOUT_STREAMS]
+    assert subprocess.run(command, check=False).returncode == 0
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
