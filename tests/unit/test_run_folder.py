@@ -1,5 +1,6 @@
 """A running server's folder goes with it; one that was killed is cleared away by the next."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.errors import ConfigError
 from penstock.run_folder import run_folder
 
 KILLED = """
@@ -59,3 +61,12 @@ def test_what_is_not_known_to_be_abandoned_is_left_alone(temporary):
     link.symlink_to(real)
     with run_folder():
         assert unlocked.is_dir() and shared.is_dir() and link.is_dir() and (real / "owner.lock").is_file()
+
+
+def test_where_no_file_can_be_written_a_sentence_names_the_folders_and_the_variable(monkeypatch):
+    def find_none():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/var/tmp']")
+
+    monkeypatch.setattr("tempfile.gettempdir", find_none)
+    with pytest.raises(ConfigError, match=r"TMPDIR: .*'/tmp', '/var/tmp'.*name a folder"), run_folder():
+        pass

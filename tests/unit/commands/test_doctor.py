@@ -1,5 +1,6 @@
 """Each check of the doctor finds what is wrong and says what to do."""
 
+import errno
 import json
 import resource
 import socket
@@ -153,6 +154,16 @@ def test_a_temporary_folder_with_too_long_a_name_fails(tmp_path: Path, monkeypat
     finding = doctor.check_sockets(Options())
     assert finding.status is Status.FAIL
     assert "TMPDIR" in finding.advice
+
+
+def test_no_temporary_folder_to_write_in_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_none() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(doctor.tempfile, "gettempdir", find_none)
+    finding = doctor.check_sockets(Options())
+    assert finding.status is Status.FAIL
+    assert "/tmp" in finding.found and "TMPDIR" in finding.advice
 
 
 def pip_says(monkeypatch: pytest.MonkeyPatch, output: str, status: int = 0) -> Finding:
