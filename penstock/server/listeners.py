@@ -35,6 +35,9 @@ def listen_for_admin(wanted: str | None, folder: Path) -> socket.socket:
         listener.bind(str(address))
     except OSError as error:
         listener.close()
+        if wanted is None:
+            right = f"no socket can be made there ({error.strerror or error}); name a local folder of a shorter path"
+            raise ConfigError("TMPDIR", str(folder.parent), right) from error
         raise ConfigError("--admin-listen", wanted, f"it cannot be listened on ({error.strerror or error})") from error
     finally:
         os.umask(mask)
