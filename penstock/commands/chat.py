@@ -1,6 +1,6 @@
 """`penstock chat`: a conversation in the terminal with any server that speaks OpenAI's chat API.
 
-Typed lines are turns; piped lines are turns too, one each, answered with plain text. Knows the terminal and the
+Typed lines are turns or commands; piped lines are all turns, one each, answered with plain text. Knows the terminal and the
 conversation; `chat_client` knows the server.
 """
 
@@ -79,9 +79,9 @@ class Chat:
             text = turn.strip()
             if not _is_unicode(text):
                 self._fail(RequestError(f"line {number} of the input is not UTF-8; convert it, for example with iconv"))
-            elif text in ("/quit", "/exit"):
+            elif self._interactive and text in ("/quit", "/exit"):
                 return
-            elif text.startswith("/"):
+            elif self._interactive and text.startswith("/"):
                 self._command(text)
             elif text:
                 self._turn(text)
@@ -113,7 +113,7 @@ class Chat:
         self._note(str(error), style="red")
 
     def _with_advice(self, error: RemoteError) -> RemoteError:
-        if error.remote_code != ContextTooLong.code or not self.conversation.turns:
+        if error.remote_code != ContextTooLong.code or not self.conversation.turns or not self._interactive:
             return error
         return RemoteError(f"{error}. A line with /reset forgets what was said before")
 
