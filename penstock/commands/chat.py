@@ -1,7 +1,7 @@
 """`penstock chat`: a conversation in the terminal with any server that speaks OpenAI's chat API.
 
-Typed lines are turns or commands; piped lines are all turns, one each, answered with plain text. Knows the terminal and the
-conversation; `chat_client` knows the server.
+Typed lines are turns or commands; piped lines are all turns, one each, answered with plain text. Knows the terminal and
+the conversation; `chat_client` knows the server.
 """
 
 import asyncio

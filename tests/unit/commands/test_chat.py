@@ -205,7 +205,7 @@ def test_a_conversation_that_outgrows_the_context_is_told_of_reset_where_it_is_t
             advice = "status 400: too long. A line with /reset forgets what was said before"
             assert advice in terminal.type("two")
         else:
-            with pytest.raises(RemoteError, match="status 400: too long$"):
+            with pytest.raises(RemoteError, match=r"status 400: too long$"):
                 terminal.type("two")
         terminal.close()
 

@@ -48,7 +48,7 @@ def test_by_default_the_admin_socket_is_in_the_run_folder(tmp_path):
 
 
 def test_a_run_folder_of_too_long_a_path_for_a_socket_is_told_with_its_variable(tmp_path):
-    with pytest.raises(ConfigError, match="TMPDIR: .* a shorter path"):
+    with pytest.raises(ConfigError, match=r"TMPDIR: .* a shorter path"):
         listen_for_admin(None, tmp_path / ("x" * 100))
 
 
