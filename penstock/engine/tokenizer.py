@@ -180,6 +180,14 @@ class Detokenizer:
         to_bytes, skipped = self._tokenizer.token_bytes, self._skipped
         return self._release(b"".join([to_bytes(token_id) for token_id in ids if token_id not in skipped]))
 
+    def num_before(self, token_id: int) -> int:
+        """Return how many characters that are held back end before this id: one, where it does not go on with it."""
+        unfinished = self._decoder.getstate()[0]
+        if not unfinished or token_id in self._skipped:
+            return 0
+        first = self._tokenizer.token_bytes(token_id)[:1]
+        return len((unfinished + first).decode(errors="replace")) - 1
+
     def flush(self) -> str:
         """Return what is left when no more ids come: U+FFFD for half a character."""
         return self._release(b"", final=True)

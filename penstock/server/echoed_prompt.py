@@ -50,7 +50,7 @@ async def echo_prompt(
         token_ids = prompt.token_ids[start : start + slice_tokens]
         pieces, offsets = [], []
         for token_id in token_ids:
-            offsets.append(length)
+            offsets.append(length + detokenizer.num_before(token_id))
             pieces.append(detokenizer.push([token_id]))
             length += len(pieces[-1]) or _special_length(tokenizer, token_id, prompt.text, length)
         scores = _scores(tokenizer, token_ids, start, logprobs, offsets) if with_scores else None

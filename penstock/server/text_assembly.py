@@ -10,8 +10,6 @@ from penstock.engine.messages import TokenEvent, TokenLogprob
 from penstock.engine.tokenizer import Detokenizer, StopMatcher, Tokenizer
 from penstock.request import FinishReason, SamplingParams
 
-_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
@@ -37,7 +35,7 @@ class TextPiece:
 @dataclass(slots=True)
 class _Waiting:
     token: ScoredToken
-    end: int | None  # where its text ends; None while its last character is incomplete
+    end: int | None  # where its text ends so far; None while its first character is incomplete
 
 
 class TextAssembler:
@@ -59,7 +57,6 @@ class TextAssembler:
         """`matcher` is a fresh one for the stop strings of `params`, where the caller has one already."""
         self.num_tokens = 0
         self.finish: FinishReason | None = None
-        self._token_texts = tokenizer.token_texts
         self._detokenizer = Detokenizer(tokenizer, after_prompt=True, unfinished=unfinished)
         self._matcher = matcher or (StopMatcher(list(params.stop)) if params.stop else None)
         self._min_tokens = params.min_tokens
@@ -109,10 +106,12 @@ class TextAssembler:
         """Go token by token, to know which of them completes a stop string and where each one's text lies."""
         shown = []
         for place, token_id in enumerate(token_ids):
+            # Bytes before it that turn out to be no character are shown with it, and are not its own.
+            offset = self._num_made + self._detokenizer.num_before(token_id)
             text = self._detokenizer.push([token_id])
             self.num_tokens += 1
             if self._scored and scores is not None:
-                self._note(scores[place], text)
+                self._note(ScoredToken(scores[place], offset), text)
             self._num_made += len(text)
             shown.append(self._match(text))
             if self.finish is not None:
@@ -137,13 +136,8 @@ class TextAssembler:
             text += self._matcher.flush()
         return text
 
-    def _note(self, score: TokenLogprob, text: str) -> None:
-        offset = self._num_made
-        if text and self._waiting and self._waiting[-1].end is None:
-            # Bytes before it that turn out to be no character are shown with it, and are not its own.
-            own = self._token_texts[score.token_id]
-            offset += len(text) - len(own) if own and text.endswith(own) and not own.startswith(_NO_CHARACTER) else 0
-        self._waiting.append(_Waiting(ScoredToken(score, offset), None))
+    def _note(self, token: ScoredToken, text: str) -> None:
+        self._waiting.append(_Waiting(token, None))
         if text:
             for waiting in reversed(self._waiting):
                 if waiting.end is not None:

@@ -139,6 +139,13 @@ async def test_echo_with_scores_covers_prompt_and_answer(short):
     assert len({len(column) for column in scores.values()}) == 1
 
 
+async def test_an_echoed_token_behind_bytes_that_are_no_character_begins_behind_what_stands_for_them(short):
+    h, half, x = (short.tokenizer.encode(text, add_special=False)[0] for text in "h🙂x")
+    choice = (await short.complete([h, half, half, x], echo=True, logprobs=0, max_tokens=0)).json()["choices"][0]
+    assert choice["text"] == "h\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}x"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
+
+
 async def test_special_tokens_of_an_echoed_text_have_their_places_in_it(short):
     text = "<|start|>hé<|end|>x"
     choice = (await short.complete(text, echo=True, logprobs=0)).json()["choices"][0]

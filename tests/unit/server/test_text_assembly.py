@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.messages import TokenEvent, TokenLogprob
+from penstock.engine.tokenizer import Tokenizer
 from penstock.request import FinishReason, SamplingParams
 from penstock.server.text_assembly import TextAssembler
 from tests.fakes.tiny_tokenizer import make_tokenizer
@@ -145,3 +146,48 @@ def test_a_token_behind_bytes_that_are_no_character_begins_behind_what_stands_fo
     piece = assembler.push(event)
     assert piece.text == ("\N{REPLACEMENT CHARACTER}" if stop else "\N{REPLACEMENT CHARACTER}a")
     assert [token.offset for token in piece.tokens] == offsets
+
+
+PIECES = (
+    b"a",
+    b" cart",
+    b"d \xf0\x9f",
+    b"\xf0\x9f",
+    b"\x99\x82",
+    b"\x82",
+    b"\xa2b\xe6",
+    b"\xe6\xbc",
+    b"\xff",
+    b"\xef\xbf\xbd",
+)
+
+
+class PiecesOnly(Tokenizer):
+    """Tokens that are these bytes."""
+
+    special_ids = frozenset()
+    strips_first_space = False
+
+    def __init__(self):
+        pass
+
+    def token_bytes(self, token_id):
+        return PIECES[token_id]
+
+
+@given(st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=8), sizes, st.sampled_from([b"", b"\xf0\x9f"]))
+@settings(max_examples=300)
+def test_a_token_begins_at_the_character_that_has_its_first_byte(token_ids, sizes, unfinished):
+    assembler = TextAssembler(PiecesOnly(), SamplingParams(logprobs=0), unfinished=unfinished)
+    pieces = []
+    for chunk in chunks_of(token_ids, sizes):
+        scores = [TokenLogprob(token_id, -1.0) for token_id in chunk]
+        pieces.append(assembler.push(TokenEvent(request_id="r", token_ids=chunk, logprobs=scores)))
+    pieces.append(assembler.push(TokenEvent(request_id="r", finish=FinishReason.LENGTH)))
+    data = unfinished
+    offsets = []
+    for token_id in token_ids:
+        offsets.append(len((data + PIECES[token_id][:1]).decode(errors="replace")) - 1)
+        data += PIECES[token_id]
+    assert "".join(piece.text for piece in pieces) == data.decode(errors="replace")
+    assert [token.offset for piece in pieces for token in piece.tokens] == offsets
