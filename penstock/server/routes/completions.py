@@ -63,7 +63,13 @@ async def begin_completion(
         claim, with_answer = claim_of(caller, record, terms), not wanted.only_scores_prompt
         prompts = await text_prompts(context, wanted.prompt, info, claim, with_answer=with_answer)
         for name, prompt in zip(prompt_names(len(prompts)), prompts, strict=True):
-            check_answer_fits(len(prompt.token_ids), wanted.max_tokens, info.max_context_tokens, prompt=name)
+            check_answer_fits(
+                len(prompt.token_ids),
+                wanted.max_tokens,
+                info.max_context_tokens,
+                min_tokens=params.min_tokens,
+                prompt=name,
+            )
         if wanted.echo and with_answer:
             prompts = [_with_unfinished(context, prompt) for prompt in prompts]
         check_answer_size(prompts, params, num_choices=wanted.num_choices, max_context_tokens=info.max_context_tokens)

@@ -230,6 +230,13 @@ async def test_a_prompt_that_is_scored_alone_may_fill_the_context(short, num_lon
     assert "at least one token must be left for the answer" in answered.json()["error"]["message"]
 
 
+async def test_a_least_length_that_does_not_fit_behind_the_prompt_is_too_long_for_the_context(short):
+    longest = short.engine.info.max_context_tokens
+    error = (await short.complete([5] * (longest - 5), min_tokens=10)).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "min_tokens")
+    assert str(longest + 5) in error["message"] and "give at most 5" in error["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompt_is_scored_once_for_all_its_choices(short, stream):
     scored = asyncio.Event()
