@@ -20,6 +20,8 @@ from penstock.request import MAX_COUNT, MAX_LOGPROBS
 MAX_MESSAGES = 8192
 MAX_PARTS = 8192  # of a message
 MAX_NAME_CHARACTERS = 64
+# Of a text part; the last is OpenAI's, and changes nothing here.
+_PART_FIELDS = frozenset(("type", "text", "prompt_cache_breakpoint"))
 
 # ---------------------------------------------------------------- request
 
@@ -31,8 +33,8 @@ def _joined_text(content: Any) -> Any:
         return content
     if not isinstance(content, list):
         raise ValueError(right)
-    if len(content) > MAX_PARTS:
-        raise ValueError(f"give at most {MAX_PARTS} parts")
+    if not 1 <= len(content) <= MAX_PARTS:
+        raise ValueError(f"give 1 to {MAX_PARTS} parts")
     texts = []
     for part in content:
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
@@ -41,6 +43,11 @@ def _joined_text(content: Any) -> Any:
             raise ValueError(f"parts of type {part['type'][:40]!r} are not supported; give text parts")
         if not isinstance(part.get("text"), str):
             raise ValueError("give each text part a 'text' that is a string")
+        unknown = next((name for name in part if name not in _PART_FIELDS), None)
+        if unknown is not None:
+            raise ValueError(f"a text part has no field {str(unknown)[:40]!r}; give its 'type' and 'text'")
+        if part.get("prompt_cache_breakpoint") is not None and not isinstance(part["prompt_cache_breakpoint"], dict):
+            raise ValueError("give 'prompt_cache_breakpoint' an object, or leave it out")
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -49,7 +56,7 @@ _TEXT_PART = object_schema({"type": {"const": "text"}, "text": {"type": "string"
 MessageContent = Annotated[
     str,
     BeforeValidator(_joined_text),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]}),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART, "minItems": 1}]}),
 ]
 
 

@@ -58,7 +58,7 @@ def test_one_stop_text_is_a_list_of_one():
 
 
 def test_text_parts_are_joined_by_line_breaks():
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    parts = [{"type": "text", "text": "a", "prompt_cache_breakpoint": {}}, {"type": "text", "text": "b"}]
     assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == "a\nb"
 
 

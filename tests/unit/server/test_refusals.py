@@ -17,6 +17,7 @@ from tests.unit.server.sse import events_in
 
 CHAT = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
+PART = {"type": "text", "text": "x"}
 
 
 def error_of(response: httpx.Response, status: int, code: str) -> dict[str, str]:
@@ -120,6 +121,9 @@ async def test_the_sentence_names_parameter_value_and_what_would_be_right(servic
         ({"role": "user", "content": 5}, "messages[0].content", "string"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content", "image_url"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content", "text"),
+        ({"role": "user", "content": []}, "messages[0].content", "1 to 8192 parts"),
+        ({"role": "user", "content": [{**PART, "colour": "red"}]}, "messages[0].content", "'colour'"),
+        ({"role": "user", "content": [{**PART, "prompt_cache_breakpoint": 1}]}, "messages[0].content", "object"),
         ({"role": "user", "content": "x", "colour": "red"}, "messages[0].colour", "unknown"),
         ({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}, "messages[0]", "tool_calls"),
         ("hi", "messages[0]", "object"),
