@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from rich.console import Console, Group
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
@@ -17,6 +19,7 @@ from penstock.config import Sourced
 from penstock.engine import setup
 from penstock.engine.ahead import ENGINE_AHEAD, ENGINE_MODULE
 from penstock.engine.timeline import Timeline, process_started
+from penstock.loopback import is_loopback
 from penstock.run_folder import run_folder
 from penstock.server import config as server_config
 from penstock.server.engine_watch import Patience
@@ -25,6 +28,7 @@ from penstock.server.supervisor import Supervisor
 if TYPE_CHECKING:
     from penstock.engine.tokenizer import Tokenizer
 
+_PROXY_VARIABLES = ("http_proxy", "all_proxy", "ALL_PROXY")  # those that curl heeds for http
 _BEGINNING = "The capital of France is"
 _AMPLE_CONTEXT_TOKENS = 2048  # whatever a chat template adds to a question, an answer fits as well
 
@@ -112,7 +116,10 @@ def try_line(url: str, model: str, question: Mapping[str, object], *, has_keys: 
     body = json.dumps({"model": model, **question, "temperature": 0})
     route = "chat/completions" if "messages" in question else "completions"
     key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if has_keys else ""
-    return f"curl -s {url}/v1/{route}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    # A proxy would look for a loopback address on its own machine.
+    is_passed_on = is_loopback(urlsplit(url).hostname or "") and any(map(os.environ.get, _PROXY_VARIABLES))
+    directly = " --noproxy '*'" if is_passed_on else ""
+    return f"curl -sS {url}/v1/{route}{directly}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 
 class _LoadingBar:

@@ -69,7 +69,7 @@ def default_server() -> Iterator[str]:
     try:
         assert server.stdout is not None
         for line in server.stdout:
-            found = re.search(r"curl -s (http://[\d.:]+)/", line)
+            found = re.search(r"curl -sS (http://[\d.:]+)/", line)
             if found:
                 yield found[1]
                 break

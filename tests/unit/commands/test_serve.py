@@ -69,6 +69,26 @@ def test_with_keys_the_command_to_try_has_a_place_for_one(server: ReadyServer) -
     assert "Authorization: Bearer $PENSTOCK_API_KEY" in shlex.split(command)
 
 
+@pytest.mark.parametrize(
+    ("variable", "url", "passes_by"),
+    [
+        ("http_proxy", "http://127.0.0.1:8000", True),
+        ("ALL_PROXY", "http://[::1]:8000", True),
+        ("http_proxy", "http://10.0.0.7:8000", False),
+        ("UNRELATED", "http://127.0.0.1:8000", False),
+    ],
+)
+def test_the_command_to_try_passes_a_proxy_by_on_this_machine_only(
+    monkeypatch: pytest.MonkeyPatch, variable: str, url: str, passes_by: bool
+) -> None:
+    for name in ("http_proxy", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "http://proxy.example:3128")
+    arguments = shlex.split(serve.try_line(url, "tiny", {"prompt": "a"}, has_keys=False))
+    assert arguments[:3] == ["curl", "-sS", f"{url}/v1/completions"]
+    assert (arguments[3:5] == ["--noproxy", "*"]) == passes_by
+
+
 def test_a_model_without_a_chat_template_is_tried_with_a_plain_prompt(server: ReadyServer) -> None:
     (command,) = (line for line in lines(server, has_keys=False, chats=False) if line.startswith("curl"))
     arguments = shlex.split(command)
