@@ -17,6 +17,7 @@ from pathlib import Path
 from penstock.errors import ConfigError
 
 PREFIX = "penstock-"
+MAX_SOCKET_PATH_BYTES = 103  # which every system takes
 
 _LOCK_NAME = "owner.lock"
 
@@ -44,6 +45,15 @@ def run_folder(kind: str = "") -> Iterator[Path]:
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def socket_path(folder: Path, name: str) -> Path:
+    """Return where a socket of a run folder is. Raises ConfigError where its path is too long for one."""
+    path = folder / name
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        right = "a Unix socket there would have too long a name; name a folder of a shorter path"
+        raise ConfigError("TMPDIR", str(folder.parent), right)
+    return path
 
 
 def _remove_abandoned(parent: Path) -> None:

@@ -30,7 +30,7 @@ from penstock import machine
 from penstock.commands.tables import print_table
 from penstock.config import Options
 from penstock.errors import ModelError
-from penstock.run_folder import PREFIX
+from penstock.run_folder import MAX_SOCKET_PATH_BYTES, PREFIX
 from penstock.store.location import NO_STORE, default_location, shown
 
 OLDEST_PYTHON = (3, 11)
@@ -42,8 +42,7 @@ GOOD_MEMORY_BYTES = 2 * GIB
 # A fetched wheel and the model taken out of it lie side by side for a moment.
 FETCH_BYTES = 300 * MIB
 LEAST_OPEN_FILES, GOOD_OPEN_FILES = 256, 4096
-# The longest socket path that every system takes, and how much of it Penstock adds to the temporary folder's.
-MAX_SOCKET_PATH_BYTES = 103
+# How much of a socket's path Penstock adds to the temporary folder's.
 SOCKET_NAME_BYTES = 40
 
 

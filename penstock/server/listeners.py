@@ -11,6 +11,7 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 from penstock.loopback import ANY_ADDRESS, ANY_IPV4_ADDRESS
+from penstock.run_folder import socket_path
 from penstock.server.config import admin_address
 
 _BACKLOG = 2048
@@ -23,7 +24,7 @@ def joined(host: str, port: int) -> str:
 
 def listen_for_admin(wanted: str | None, folder: Path) -> socket.socket:
     """Bind the admin socket: where it was asked for, or in our own folder, where only we may connect."""
-    address = admin_address(wanted) if wanted is not None else folder / "admin.sock"
+    address = admin_address(wanted) if wanted is not None else socket_path(folder, "admin.sock")
     if not isinstance(address, Path):
         return listen(*address, option="--admin-listen")
     if _is_listened_on(address):
@@ -36,7 +37,7 @@ def listen_for_admin(wanted: str | None, folder: Path) -> socket.socket:
     except OSError as error:
         listener.close()
         if wanted is None:
-            right = f"no socket can be made there ({error.strerror or error}); name a local folder of a shorter path"
+            right = f"no socket can be made there ({error.strerror or error}); name another local folder"
             raise ConfigError("TMPDIR", str(folder.parent), right) from error
         raise ConfigError("--admin-listen", wanted, f"it cannot be listened on ({error.strerror or error})") from error
     finally:

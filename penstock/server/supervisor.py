@@ -26,6 +26,7 @@ from penstock.engine.timeline import Timeline
 from penstock.errors import PenstockError
 from penstock.loopback import local_address
 from penstock.models.store import ModelFiles
+from penstock.run_folder import socket_path
 from penstock.server.config import ServerConfig
 from penstock.server.engine_watch import LOOK_SECONDS, EngineWatch, Patience
 from penstock.server.listeners import bind, joined, listen_for_admin, remove_socket
@@ -74,6 +75,7 @@ class Supervisor:
         self._engine_module = engine_module
         self._patience = patience or Patience()
         self._folder = folder
+        self._socket_path = str(socket_path(folder, "engine.sock"))
         self._listener = bind(config.host, config.port)
         self._admin = listen_for_admin(config.admin, self._folder)
         self._stopping = asyncio.Event()
@@ -113,10 +115,6 @@ class Supervisor:
         finally:
             await self._end(watchers)
         return 0
-
-    @property
-    def _socket_path(self) -> str:
-        return str(self._folder / "engine.sock")
 
     async def _until_stopped(self, tasks: list["asyncio.Task[None]"]) -> None:
         """Wait for a signal, or for a task that gave up: then its error is raised."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.run_folder import run_folder
+from penstock.run_folder import run_folder, socket_path
 
 KILLED = """
 import os, signal
@@ -70,3 +70,10 @@ def test_where_no_file_can_be_written_a_sentence_names_the_folders_and_the_varia
     monkeypatch.setattr("tempfile.gettempdir", find_none)
     with pytest.raises(ConfigError, match=r"TMPDIR: .*'/tmp', '/var/tmp'.*name a folder"), run_folder():
         pass
+
+
+def test_too_long_a_path_for_a_socket_is_told_with_the_variable():
+    folder = Path("/", "x" * 80, "penstock-a")
+    assert socket_path(folder, "b.sock") == folder / "b.sock"
+    with pytest.raises(ConfigError, match=r"TMPDIR: '/x+' .* a shorter path"):
+        socket_path(folder, "engine.sock")

@@ -52,6 +52,11 @@ def test_a_run_folder_of_too_long_a_path_for_a_socket_is_told_with_its_variable(
         listen_for_admin(None, tmp_path / ("x" * 100))
 
 
+def test_a_run_folder_where_no_socket_can_be_made_is_told_with_its_variable(tmp_path):
+    with pytest.raises(ConfigError, match=r"TMPDIR: .* another local folder"):
+        listen_for_admin(None, tmp_path / "gone")
+
+
 def test_the_admin_routes_may_have_a_port_on_loopback(tmp_path):
     with listen_for_admin("127.0.0.1:0", tmp_path) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
