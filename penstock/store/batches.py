@@ -69,7 +69,7 @@ class BatchStore:
         self._database = database
 
     def check_room(self, tenant: str) -> None:
-        """Raise StorageFull where a tenant may have no more batches for now."""
+        """Raise StorageFull where a tenant has as many open batches as it may have."""
         with self._database.reading() as connection:
             _check_room(connection, tenant)
 

@@ -1,5 +1,7 @@
 """A store for each test, on either database. PostgreSQL has its own clock; SQLite gets one that tests can move."""
 
+import contextlib
+
 import pytest
 
 from penstock.store.database import Database
@@ -15,6 +17,20 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def after_each_transaction(monkeypatch, look):
+    """Have `look` called with a connection behind every transaction that writes, from now on."""
+    writing = Database.writing
+
+    @contextlib.contextmanager
+    def looked_after(database):
+        with writing(database) as connection:
+            yield connection
+        with database.reading() as connection:
+            look(connection)
+
+    monkeypatch.setattr(Database, "writing", looked_after)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Batches in the store: held by one at a time, and each line ended once, whoever dies when."""
 
-import contextlib
 import tempfile
 import threading
 import tracemalloc
@@ -21,7 +20,7 @@ from penstock.store.files import FileStore
 from penstock.store.ledger import UsageLedger, day_of
 from penstock.store.schema import batch_rows
 from penstock.tenants import Usage
-from tests.unit.store.conftest import NOON, Clock
+from tests.unit.store.conftest import NOON, Clock, after_each_transaction
 
 WINDOW_SECONDS = 24 * 3600.0
 NUM_LINES = 6
@@ -245,19 +244,15 @@ def count_rows(database):
         return connection.execute(select(func.count()).select_from(batch_rows)).scalar_one()
 
 
-def watch_rows(database, monkeypatch):
+def watch_rows(monkeypatch):
     """Return how many open lines, and lines at all, there are after each transaction from now on."""
-    writing, counts = Database.writing, []
+    counts = []
 
-    @contextlib.contextmanager
-    def look_after(database):
-        with writing(database) as connection:
-            yield connection
-        with database.reading() as connection:
-            states = connection.execute(select(batch_rows.c.state)).scalars().all()
-            counts.append((sum(state in ("waiting", "running") for state in states), len(states)))
+    def count_lines(connection):
+        states = connection.execute(select(batch_rows.c.state)).scalars().all()
+        counts.append((sum(state in ("waiting", "running") for state in states), len(states)))
 
-    monkeypatch.setattr(Database, "writing", look_after)
+    after_each_transaction(monkeypatch, count_lines)
     monkeypatch.setattr(batch_work, "_PAGE_ROWS", 4)
     return counts
 
@@ -266,7 +261,7 @@ def watch_rows(database, monkeypatch):
 def test_many_lines_end_in_many_small_transactions(store, work, sqlite_database, monkeypatch, how):
     held = started(store, work, count=19)
     work.claim(held, 3)
-    counts = watch_rows(sqlite_database, monkeypatch)
+    counts = watch_rows(monkeypatch)
     if how == "closed":
         ended = finished(store, work, FileStore(sqlite_database), held)
         assert (ended.status, ended.num_failed) == ("expired", 19)

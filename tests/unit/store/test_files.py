@@ -1,16 +1,14 @@
 """Files in the store: whole or not there, their tenant's alone, and removed without holding up others."""
 
-import contextlib
-
 import pytest
 from sqlalchemy import func, select
 
 from penstock.errors import StorageFull, UploadNotFound
 from penstock.store import files as files_module
-from penstock.store.database import Database
 from penstock.store.files import CHUNK_BYTES, FileStore
 from penstock.store.schema import file_chunks
 from penstock.store.schema import files as stored_files
+from tests.unit.store.conftest import after_each_transaction
 
 
 def test_a_file_is_there_once_it_is_complete_and_only_for_its_tenant(any_database):
@@ -51,17 +49,13 @@ def test_a_large_file_is_hidden_at_once_and_removed_in_many_small_transactions(s
     for number in range(num_chunks):
         files.append(file_id, number, b"x")
     files.finish("alice", file_id, "a", num_chunks)
-    writing, left = Database.writing, []
+    left = []
 
-    @contextlib.contextmanager
-    def look_after(database):
-        with writing(database) as connection:
-            yield connection
-        with database.reading() as connection:
-            assert not connection.execute(select(stored_files.c.id).where(stored_files.c.is_complete)).all()
-            left.append(connection.execute(select(func.count()).select_from(file_chunks)).scalar_one())
+    def count_chunks(connection):
+        assert not connection.execute(select(stored_files.c.id).where(stored_files.c.is_complete)).all()
+        left.append(connection.execute(select(func.count()).select_from(file_chunks)).scalar_one())
 
-    monkeypatch.setattr(Database, "writing", look_after)
+    after_each_transaction(monkeypatch, count_chunks)
     files.delete("alice", file_id)
     assert left == [9, 5, 1, 0, 0]
 
